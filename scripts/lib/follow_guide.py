@@ -10,14 +10,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.common import DEPS, ROOT
-from lab.ports import free_port
+from lab.common import DEPS, ROOT, free_port
+from lab.process import Child
 from lab.servers.model import make_model
 from lab.servers.specs import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 
@@ -69,42 +68,29 @@ class Follower:
         self._setting = setting
         self._folder = folder
         self._environment = environment(folder / "venv")
-        self._servers: list[tuple[subprocess.Popen[bytes], Path]] = []
-
-    def _start(self, block: Block, log: Path) -> subprocess.Popen[bytes]:
-        with log.open("wb") as out:
-            # In the checkout, as the guide says. A block fails with its first command that does.
-            return subprocess.Popen(
-                ["bash", "-e", "-o", "pipefail", "-c", f"{self._setting}\n{block.text}"],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                # A process group but no session: why, says lab.servers.server.
-                preexec_fn=os.setpgrp,
-            )
+        self._servers: list[tuple[Child, Path]] = []
 
     def follow(self, number: int, block: Block) -> None:
         """Does what the block says. Raises `SystemExit` with the end of the log if it fails or takes too long."""
         log = self._folder / f"{number}.log"
         begin = time.monotonic()
-        process = self._start(block, log)
+        # In the checkout, as the guide says. A block fails with its first command that does.
+        command = ["bash", "-e", "-o", "pipefail", "-c", f"{self._setting}\n{block.text}"]
+        process = Child.program(command, log, self._environment, ROOT)
         if block.kind == "server":
             self._servers.append((process, log))
             print(f"[{number}] server started: {block.text.strip()}", flush=True)
             return
-        while process.poll() is None:
+        while (status := process.poll()) is None:
             died = [log for server, log in self._servers if server.poll() is not None]
             if died or time.monotonic() - begin > LIMIT_S:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.kill()
                 for server_log in died or [log for _, log in self._servers]:
                     print(server_log.read_text(errors="replace")[-4000:], file=sys.stderr)
                 sys.exit(f"block {number} of the guide: {'a server ended' if died else 'took too long'}:\n{block.text}")
             time.sleep(0.1)
         text = log.read_text(errors="replace")
-        if process.returncode != 0:
+        if status != 0:
             sys.exit(f"block {number} of the guide failed:\n{block.text}\n{text[-4000:]}")
         print(f"[{number}] {time.monotonic() - begin:.1f} s: {block.text.strip().splitlines()[0]}", flush=True)
         for line in text.strip().splitlines()[-3:]:
@@ -113,18 +99,9 @@ class Follower:
     def close(self) -> None:
         """Ends the servers."""
         for server, _ in self._servers:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGTERM)
+            server.signal_group(signal.SIGTERM)
         for server, _ in self._servers:
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
-            try:
-                os.killpg(server.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            server.wait()
+            server.stop(20)
 
 
 def main() -> int:

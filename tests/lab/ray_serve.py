@@ -12,18 +12,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import vllm
 from kvferry import trace
 
-from lab.common import DEPS, ROOT, make_folder, say
-from lab.ports import free_port
-from lab.proxies import ask
-from lab.servers.client import SERVED_NAME
+from lab.common import DEPS, ROOT, free_port, make_folder, say
+from lab.demo.options import parse_options
+from lab.servers.client import SERVED_NAME, ask
 from lab.servers.model import make_model
 from lab.servers.proxy import open_session
-from lab.servers.server import RUN_TAG, ServerFailed, ServerGroup, ServerSpec
-from lab.servers.specs import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
+from lab.servers.server import RUN_TAG, ServerFailed, ServerGroup
+from lab.servers.specs import KV_CACHE_BYTES, MAX_MODEL_LEN, baseline_spec, server_environment
 
 START_LIMIT_S = 600.0
 PROMPT_TOKENS = (40, 300, 500, 900)
@@ -62,17 +60,14 @@ async def answers(url: str, prompts: list[list[int]]) -> list[list[int] | str]:
         for prompt in prompts:
             try:
                 said.append(await ask(session, url, prompt, ANSWER_TOKENS))
-            except (ServerFailed, aiohttp.ClientError) as error:
+            except ServerFailed as error:
                 said.append(str(error)[:300])
     return said
 
 
 async def alone(group: ServerGroup, model: Path, prompts: list[list[int]]) -> list[list[int] | str]:
     """The answers of a single server without a connector."""
-    arguments = ["--model", str(model), "--served-model-name", SERVED_NAME, "--disable-uvicorn-access-log"]
-    for name, value in ENGINE.items():
-        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    server = group.start(ServerSpec("alone", arguments, dict(os.environ)))
+    server = group.start(baseline_spec(model, parse_options([])))
     async with open_session() as session:
         await group.wait_ready([server], session, START_LIMIT_S)
     return await answers(server.url, prompts)

@@ -20,7 +20,7 @@ def test_a_qemu_that_ends_at_once_is_no_machine(
     monkeypatch.setattr(packages, "find", lambda folder: dead)
     # Ended, before anybody looks at it.
     start = rdma_vm.Machine.start
-    monkeypatch.setattr(rdma_vm.Machine, "start", lambda self, *rest: (start(self, *rest), self._process.wait()))
+    monkeypatch.setattr(rdma_vm.Machine, "start", lambda self, *rest: (start(self, *rest), self._child.wait(60)))
     asked = argparse.Namespace(hosts=hosts, time=60.0, memory=64, command=["true"])
     assert rdma_vm.run(asked, accel, tmp_path, tmp_path / "machines") is None
     # Of KVM nothing is said: emulation is tried next.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
-import numpy as np
 import pytest
 from commands import ROOT, skip
 from kvferry.cli import main
-from upgrade_engine import GENEROUS, Remote, cache_of, release
+from lab.engines.engine import Done, RemoteEngine, Setup
+from upgrade_engine import GENEROUS, release
 
 pytestmark = pytest.mark.slow
 
@@ -32,36 +32,35 @@ def previous() -> Path:
     return Path(done.stdout.strip())
 
 
-def until_over(engine: Remote, side: str, request: str) -> None:
-    deadline = time.monotonic() + GENEROUS
-    while not engine.is_over(side, request):
-        assert time.monotonic() < deadline, f"{request} is not in {side}"
-        time.sleep(0.01)
+def setup(name: str, tp: int, transport: str, lease_ms: int = LEASE_MS, key: str | None = None) -> Setup:
+    shape = {"tp": tp, "heads": 2, "blocks": 48, "block_bytes": 65_536, "scattered": True}
+    return Setup(name, True, transport, lease_ms=lease_ms, key_file=key, worker=PATIENT, **shape)  # type: ignore[arg-type]
 
 
 def engines(
-    stack: ExitStack, previous: Path, old_produces: bool, shapes: tuple[int, int], lease_ms: int, **worker: object
-) -> tuple[Remote, Remote, Any]:
-    """A producer and a consumer, one of them old, and where the producer listens."""
-    producer = stack.enter_context(release(previous if old_produces else None))
-    consumer = stack.enter_context(release(None if old_produces else previous))
+    stack: ExitStack, previous: Path, old_produces: bool, shapes: tuple[int, int], transport: str, **more: Any
+) -> tuple[RemoteEngine, RemoteEngine]:
+    """A producer and a consumer, one of them old."""
+    producer = release(stack, previous if old_produces else None, setup("prefill", shapes[0], transport, **more))
+    consumer = release(stack, None if old_produces else previous, setup("decode", shapes[1], transport, **more))
     for engine, old in ((producer, old_produces), (consumer, not old_produces)):
-        package, library = engine.where()
+        package, library = engine.ask("where")
         assert [Path(part).is_relative_to(previous) for part in (package, library)] == [old, old], (package, library)
-    address = producer.start("prefill", 1, shapes[0], lease_ms, {**PATIENT, **worker})
-    consumer.start("decode", 2, shapes[1], lease_ms, {**PATIENT, **worker})
-    return producer, consumer, address
+    return producer, consumer
 
 
-def check(producer: Remote, consumer: Remote, shapes: tuple[int, int], moved: dict[int, int]) -> None:
-    """Every byte of both caches: the consumer's blocks `moved` (from the producer's) and all others."""
-    for rank in range(shapes[0]):
-        np.testing.assert_array_equal(producer.cache(rank), cache_of(1, rank, shapes[0]))
-    for rank in range(shapes[1]):
-        expected, source = cache_of(2, rank, shapes[1]), cache_of(1, rank, shapes[1])
-        for here, there in moved.items():
-            expected[:, here] = source[:, there]
-        np.testing.assert_array_equal(consumer.cache(rank), expected)
+def load(consumer: RemoteEngine, wanted: list[tuple[str, int, int]], params: dict[str, Any]) -> None:
+    loads = [(name, key, count, params[name], 0.0) for name, key, count in wanted]
+    assert consumer.ask("load", loads) == []
+
+
+def until_done(consumer: RemoteEngine, names: set[str]) -> dict[str, Done]:
+    """How the loads ended, when these have, and no others."""
+    deadline, found = time.monotonic() + GENEROUS, {}
+    while set(found) != names:
+        assert time.monotonic() < deadline, f"{names} are not over, but {found}"
+        found.update({done.request: done for done in consumer.take_done(0.1)})
+    return found
 
 
 @pytest.mark.parametrize("old_produces", [True, False], ids=["old_to_new", "new_to_old"])
@@ -85,67 +84,61 @@ def test_requests_are_handed_over_between_neighbouring_versions(
     waits: bool,
 ) -> None:
     """`waits`: a request waits for its blocks for longer than the lease lasts."""
-    worker: dict[str, object] = {"transport": transport}
+    key = ""
     if keyed:
-        worker["key_file"] = str(tmp_path / "key")
-        assert main(["key", str(tmp_path / "key")]) == 0
+        key = str(tmp_path / "key")
+        assert main(["key", key]) == 0
     with ExitStack() as stack:
         lease_ms = SHORT_LEASE_MS if waits else LEASE_MS
-        producer, consumer, (host, port) = engines(stack, previous, old_produces, shapes, lease_ms, **worker)
+        producer, consumer = engines(stack, previous, old_produces, shapes, transport, lease_ms=lease_ms, key=key)
         # Two that are read at once, and one that waits for its blocks.
-        held = producer.prefill("p-held", [1, 2, 3])
+        params = dict(producer.ask("prefill", [("held", 1, 3), ("long", 2, 32), ("one", 3, 1)]))
         since = time.monotonic()
-        consumer.arrive("d-held", held)
-        consumer.load("d-long", producer.prefill("p-long", list(range(4, 36))), list(range(40, 8, -1)))
-        consumer.load("d-one", producer.prefill("p-one", [40]), [1])
-        # Asked of both engines at once: the consumer awaits the prefill by its name.
-        names = {"remote_engine_id": "prefill", "remote_host": host, "remote_port": port}
-        consumer.load("d-name", {"do_remote_prefill": True, "transfer_id": "x-1", **names}, [41, 42])
-        # And one whose prefill ends in another way.
-        consumer.load("d-gone", {"do_remote_prefill": True, "transfer_id": "x-2", **names}, [43])
-        for request in ("d-long", "d-one"):
-            until_over(consumer, "finished_recving", request)
-        assert not consumer.is_over("finished_recving", "d-name")
-        producer.prefill("p-name", [41, 47], transfer_id="x-1")
-        producer.abort("p-gone", "x-2")
-        for request in ("d-name", "d-gone"):
-            until_over(consumer, "finished_recving", request)
+        assert consumer.ask("arrive", "held", 3, params["held"])
+        load(consumer, [("long", 2, 32), ("one", 3, 1)], params)
+        # Asked of both engines at once: the consumer awaits the prefill by its name. And one that ends in another way.
+        params |= {name: producer.ask("awaited", name) for name in ("name", "gone")}
+        load(consumer, [("name", 4, 2), ("gone", 5, 1)], params)
+        ends = until_done(consumer, {"long", "one"})
+        producer.ask("prefill", [("name", 4, 2)], awaited=True)
+        producer.ask("abort", "gone")
+        ends |= until_done(consumer, {"name", "gone"})
+        freed: set[str] = set()
         if waits:
             # Without heartbeats that the other side understands, the lease would be over.
             time.sleep(max(0.0, since + 1.5 * lease_ms / 1000 - time.monotonic()))
-            assert not producer.is_over("finished_sending", "p-held")
-        consumer.load("d-held", held, [44, 45, 46])
-        until_over(consumer, "finished_recving", "d-held")
-        failures = consumer.failures()
-        causes = {request: cause for request, (cause, _) in failures.items()}
-        assert causes == {"d-gone": "lease_expired"}, "\n".join(map(str, failures.items()))
+            freed = {name for name, _ in producer.ask("state")["freed"]}
+            assert "held" not in freed
+        load(consumer, [("held", 1, 3)], params)
+        ends |= until_done(consumer, {"held"})
+        causes = {name: done.cause for name, done in ends.items() if done.cause is not None}
+        assert causes == {"gone": "lease_expired"}, ends
+        # Every byte, of all ranks; and those of blocks that nobody asked for.
+        assert not any(done.wrong_bytes for name, done in ends.items() if name != "gone"), ends
+        assert consumer.ask("strays") == 0
         # The producer frees its blocks: it understood what it was told, and its verdicts were understood.
-        for request in ("p-held", "p-long", "p-one", "p-name"):
-            until_over(producer, "finished_sending", request)
-        moved = dict(zip(range(40, 8, -1), range(4, 36), strict=True)) | {1: 40, 41: 41, 42: 47, 44: 1, 45: 2, 46: 3}
-        check(producer, consumer, shapes, moved)
+        deadline = time.monotonic() + GENEROUS
+        while freed != {"held", "long", "one", "name"}:
+            assert time.monotonic() < deadline, freed
+            freed |= {name for name, _ in producer.ask("state")["freed"]}
+            time.sleep(0.01)
 
 
 def test_each_release_understands_the_others_listener(previous: Path) -> None:
-    with ExitStack() as stack:
-        producer, consumer, (host, port) = engines(stack, previous, True, (2, 1), LEASE_MS, transport="tcp")
-        survey = consumer.survey(host, port)
-        assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
-        assert kvferry.protocol_versions() == (OLD, NEW)
-    with ExitStack() as stack:
-        producer, consumer, (host, port) = engines(stack, previous, False, (2, 1), LEASE_MS, transport="tcp")
-        survey = consumer.survey(host, port)
-        assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
-        own = producer.survey(host, port)
-        assert own["protocol"] == NEW
+    for old_produces in (True, False):
+        with ExitStack() as stack:
+            producer, consumer = engines(stack, previous, old_produces, (2, 1), "tcp")
+            survey = consumer.ask("survey", *producer.ask("address"))
+            assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
+            if not old_produces:
+                assert producer.ask("survey", *producer.ask("address"))["protocol"] == NEW
+    assert kvferry.protocol_versions() == (OLD, NEW)
 
 
 def test_one_engine_of_two_releases_is_refused_by_name(previous: Path) -> None:
     with ExitStack() as stack:
-        old, new = (stack.enter_context(release(tree)) for tree in (previous, None))
-        for engine in (old, new):
-            engine.start("prefill", 1, 1, LEASE_MS, {"transport": "tcp"})
-        text = new.refusal(old.metadata())
+        old, new = (release(stack, tree, setup("prefill", 1, "tcp")) for tree in (previous, None))
+        text = new.ask("refusal", old.ask("rank_metadata"))
         assert text.startswith("incompatible: "), text
         assert "rank (pp 0, tp 0) of engine prefill speaks protocol version 4" in text
         assert "need the same kvferry release" in text
@@ -153,6 +146,6 @@ def test_one_engine_of_two_releases_is_refused_by_name(previous: Path) -> None:
             (new, old, ("version 4 arrived", "this build version 5")),
             (old, new, ("version 5 arrived", "version 4")),
         ):
-            text = engine.refused_step(other.next_step())
+            text = engine.ask("refused_step", other.ask("next_step"))
             assert text.startswith("version_mismatch: "), text
             assert all(part in text for part in versions), text

@@ -70,8 +70,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(argparse.Namespace):
     """What one run does."""
 
     prefill: Shape
@@ -85,10 +84,10 @@ class Options:
     check_bytes: bool
     json: Path | None
     negative_control: bool
-    start_limit_s: int
+    start_limit: int
     matrix: bool
     only: tuple[str, ...]
-    pair_limit_s: int
+    pair_limit: int
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -200,27 +199,15 @@ def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
 def parse_options(arguments: list[str]) -> Options:
     """Parses the command line; prints an error and exits with status 2 where it is wrong."""
     parser = build_parser()
-    parsed = parser.parse_args(arguments)
-    _check(parser, parsed)
-    model = parsed.model or MODELS[0]
-    compared = COMPARED if parsed.compare else BACKENDS * (parsed.compare_backends or 0)
-    return Options(
-        prefill=parsed.prefill or Shape(),
-        decode=parsed.decode or Shape(),
-        transport=parsed.transport,
-        requests=parsed.requests or (MATRIX_REQUESTS if parsed.matrix else 12),
-        connectors=compared or (parsed.connector,),
-        compare=bool(compared),
-        model=model,
-        executor=parsed.executor,
-        check_bytes=parsed.check_bytes or model in JUDGED_BY_BYTES,
-        json=parsed.json,
-        negative_control=parsed.negative_control,
-        start_limit_s=parsed.start_limit,
-        matrix=parsed.matrix,
-        only=parsed.only,
-        pair_limit_s=parsed.pair_limit,
-    )
+    options = parser.parse_args(arguments, Options())
+    _check(parser, options)
+    compared = COMPARED if options.compare else BACKENDS * (options.compare_backends or 0)
+    options.connectors, options.compare = compared or (options.connector,), bool(compared)
+    options.prefill, options.decode = options.prefill or Shape(), options.decode or Shape()
+    options.model = options.model or MODELS[0]
+    options.requests = options.requests or (MATRIX_REQUESTS if options.matrix else 12)
+    options.check_bytes |= options.model in JUDGED_BY_BYTES
+    return options
 
 
 if __name__ == "__main__":

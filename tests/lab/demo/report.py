@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lab.demo.cache_check import CacheCheck
 
 if TYPE_CHECKING:
-    from kvferry import trace
+    pass
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,25 @@ def read_traces(path: Path) -> dict[str, Receive]:
     # Not installed where other connectors run alone.
     from kvferry import trace
 
-    found: dict[str, list[trace.Receive]] = {}
-    for receive in trace.read(path.parent.glob(f"{path.stem}*{path.suffix}")).receives:
-        if receive.outcome == "received":
-            found.setdefault(receive.request, []).append(receive)
-    return {request: _join_traced(receives) for request, receives in found.items()}
+    receives = trace.read(path.parent.glob(f"{path.stem}*{path.suffix}")).receives
+    good = (receive for receive in receives if receive.outcome == "received")
+    return _join((each.request, each.blocks, each.bytes, each.stage("transfer")) for each in good)
 
 
-def _join_traced(found: Sequence[trace.Receive]) -> Receive:
-    times = [time / 1e3 for receive in found if (time := receive.stage("transfer")) is not None]
-    blocks, size = max(receive.blocks for receive in found), sum(receive.bytes for receive in found)
-    return Receive(blocks, size, max(times, default=None), len(found))
+def _join(told: Iterable[tuple[str, int, int, float | None]]) -> dict[str, Receive]:
+    """By request; `told` has a rank's blocks, bytes and microseconds of one."""
+    found: dict[str, list[tuple[int, int, float | None]]] = {}
+    for request, blocks, size, time in told:
+        found.setdefault(request, []).append((blocks, size, time))
+    return {
+        request: Receive(
+            max(blocks for blocks, _, _ in ranks),
+            sum(size for _, size, _ in ranks),
+            max((time / 1e3 for _, _, time in ranks if time is not None), default=None),
+            len(ranks),
+        )
+        for request, ranks in found.items()
+    }
 
 
 def unseen_transfers(rows: Iterable[Row]) -> list[str]:
@@ -162,29 +170,9 @@ def unseen_transfers(rows: Iterable[Row]) -> list[str]:
 
 
 def read_receives(path: Path) -> dict[str, Receive]:
-    """Joins the lines that the decode engine's ranks wrote, by vLLM's request id.
-
-    A line that is not complete JSON (its writer was ended half-way) is left out.
-    """
-    if not path.exists():
-        return {}
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("request_id"), str):
-            lines.setdefault(line["request_id"], []).append(line)
-    return {request: _join(found) for request, found in lines.items()}
-
-
-def _join(lines: Iterable[dict[str, Any]]) -> Receive:
-    found = list(lines)
-    blocks = [line["blocks"] for line in found if isinstance(line.get("blocks"), int)]
-    sizes = [line["bytes"] for line in found if isinstance(line.get("bytes"), int)]
-    times = [float(line["transfer_ms"]) for line in found if isinstance(line.get("transfer_ms"), (int, float))]
-    return Receive(max(blocks, default=None), sum(sizes) if sizes else None, max(times, default=None), len(found))
+    """Joins the lines that the decode engine's ranks wrote (`lab.probes.nixl`), by vLLM's request id."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return _join(tuple(json.loads(line)) for line in lines)
 
 
 def format_rows(rows: Sequence[Row]) -> str:

@@ -37,9 +37,9 @@ from lab.demo.verdict import (
     check_drained,
     served_tokens_note,
 )
-from lab.demo.workload import Prompt, Workload, make_workload
-from lab.servers.client import Answer, complete, complete_through
-from lab.servers.connectors import CONNECTORS, Connector
+from lab.demo.workload import Workload, make_workload
+from lab.servers.client import Answer, Prompt, complete, complete_through
+from lab.servers.connectors import CONNECTORS, Selectable
 from lab.servers.metrics import fetch_metrics, parse_counters
 from lab.servers.model import make_model
 from lab.servers.proxy import KvParams, Proxy, open_session
@@ -110,7 +110,7 @@ async def warm_up(setting: Setting, servers: tuple[Server, ...]) -> None:
             raise ServerFailed(f"the {server.name} server failed its warm-up request: {answer.error}\n{server.tail()}")
 
 
-async def first_hand_over(setting: Setting, connector: Connector, proxy: Proxy, result: Result) -> None:
+async def first_hand_over(setting: Setting, connector: Selectable, proxy: Proxy, result: Result) -> None:
     """One hand-over before those that count, repeated while it fails, which it must not with `warm_up` unset."""
     for attempt in range(WARM_UP_ATTEMPTS):
         name = f"warm-{attempt}"
@@ -189,7 +189,7 @@ def receive_of(receives: dict[str, Receive], prompt: Prompt) -> Receive:
 
 
 async def all_receives(
-    setting: Setting, connector: Connector, answers: dict[str, Answer], log: Path
+    setting: Setting, connector: Selectable, answers: dict[str, Answer], log: Path
 ) -> dict[str, Receive]:
     """The receives that the decode engine's ranks have traced, by vLLM's request id."""
     if not connector.is_kvferry:
@@ -242,7 +242,7 @@ async def with_cache(setting: Setting, row: Row, dump: Path) -> Row:
 
 async def run_connector(
     setting: Setting,
-    connector: Connector,
+    connector: Selectable,
     prefill: Server,
     decode: Server,
     baseline: dict[str, list[int]],
@@ -370,7 +370,7 @@ async def _run_all(setting: Setting) -> int:
         outputs = Outputs(setting.folder / f"receives-{turn}-{name}.jsonl", setting.folder / f"cache-{name}")
         if baseline is None and not together:
             say("starting the baseline server alone: there is not enough memory for it and two engines")
-            await setting.servers.wait_ready([single], setting.session, options.start_limit_s)
+            await setting.servers.wait_ready([single], setting.session, options.start_limit)
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
         prefill, decode = (
@@ -379,7 +379,7 @@ async def _run_all(setting: Setting) -> int:
         )
         say(f"starting servers for {name}: prefill {options.prefill}, decode {options.decode}")
         ready = [prefill, decode] if baseline is not None else [single, prefill, decode]
-        await setting.servers.wait_ready(ready, setting.session, options.start_limit_s)
+        await setting.servers.wait_ready(ready, setting.session, options.start_limit)
         if baseline is None:
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.common import say
+from lab.process import Child
 
 if TYPE_CHECKING:
     from lab.demo.options import Options
@@ -123,44 +123,26 @@ def run_pair(pair: Pair, options: Options, folder: Path) -> Outcome:
     log, result = folder / f"{pair.name}.log", folder / f"{pair.name}.json"
     command = [sys.executable, "-m", "lab.demo", *pair.arguments(), "--connector", options.connectors[0]]
     command += ["--requests", str(options.requests), "--executor", options.executor, "--json", str(result)]
-    command += ["--start-limit", str(options.start_limit_s)]
+    command += ["--start-limit", str(options.start_limit)]
     command += ["--negative-control" if options.negative_control else "--no-negative-control"]
     if options.transport is not None:
         command += ["--transport", options.transport]
     if options.check_bytes:
         command += ["--check-bytes"]
     begin = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            process.wait(timeout=options.pair_limit_s)
-            ended = True
-        except subprocess.TimeoutExpired:
-            ended = False
-        finally:
-            _end(process)
+    child = Child.program(command, log, deadly=signal.SIGTERM)
+    try:
+        status = child.wait(options.pair_limit)
+    finally:
+        child.stop(_END_LIMIT_S)
     seconds = time.monotonic() - begin
     value: Any = json.loads(result.read_text()) if result.exists() else {}
     text = log.read_text(errors="replace")
     causes = find_causes(server_logs(text))
-    if not ended:
+    if status is None:
         told = f": {causes[0]}" if causes else ""
-        return Outcome(pair, False, f"no result within {options.pair_limit_s} s{told}", seconds)
-    passed = process.returncode == 0
-    return Outcome(pair, passed, describe(value, passed, causes), seconds)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run that has not ended, and with it the servers that it started."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=_END_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        # Its servers end with it (see servers.py).
-        process.kill()
-        process.wait()
+        return Outcome(pair, False, f"no result within {options.pair_limit} s{told}", seconds)
+    return Outcome(pair, status == 0, describe(value, status == 0, causes), seconds)
 
 
 def describe(value: dict[str, Any], passed: bool, causes: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ import aiohttp
 
 from lab.demo.cache_check import check_prompt
 from lab.demo.report import Result
-from lab.demo.workload import Prompt, Workload
-from lab.servers.client import Answer
+from lab.demo.workload import Workload
+from lab.servers.client import Answer, Prompt
 from lab.servers.metrics import Counters, fetch_metrics, open_requests
 from lab.servers.server import Server
 

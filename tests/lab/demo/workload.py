@@ -5,31 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from lab.servers.client import FIRST_TOKEN, Prompt
 from lab.servers.model import VOCAB
 
 SHORTEST = 100
 LONGEST = 1500
-# Greedy tokens per prompt: enough for a small error in the context to show, few enough for a CPU.
-OUTPUT_TOKENS = 24
 # The aborted requests ask for more than they will read.
 ABORT_OUTPUT_TOKENS = 300
-ABORT_AFTER_TOKENS = 4
 # Lengths that a block boundary may fall on, one token before it, or one after it, spread over the range.
 _LENGTHS = (100, 1500, 512, 777, 256, 1025, 333, 1279, 160, 640, 1408, 901)
-_FIRST_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request's tokens."""
-
-    name: str
-    tokens: tuple[int, ...]
-    max_tokens: int = OUTPUT_TOKENS
-    # How many first tokens it has in common with an earlier prompt: these may be in the decode engine's own cache.
-    shared: int = 0
-    # "decode": the client leaves after some tokens; "load": as soon as the prefill is done.
-    abort: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +36,11 @@ class Workload:
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(_FIRST_TOKEN, VOCAB) for _ in range(count))
+    return tuple(rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(count))
 
 
 def _other(token: int) -> int:
-    return token + 1 if token + 1 < VOCAB else _FIRST_TOKEN
+    return token + 1 if token + 1 < VOCAB else FIRST_TOKEN
 
 
 def make_workload(count: int, seed: int = 7) -> Workload:

@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 
 LAYERS = 4
 TOKENS = 16
-
 _KEY, _LAYER, _PLACE, _WORD = (np.uint32(x) for x in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F))
 
 
 class Cache:
-    """`LAYERS` layers of `blocks` blocks of `block_bytes` bytes, one region for all.
+    """A rank's `LAYERS` layers of `blocks` blocks in one region. A block has `block_bytes` bytes and `heads` heads
+    over all of `tp` ranks; this is rank `rank`.
 
     The bytes of a request differ by request, layer, place in the request's block list, and offset. They do not depend
     on the block's id, so that both engines can tell what a block must hold.
     """
 
-    def __init__(self, blocks: int, block_bytes: int) -> None:
-        self.blocks = blocks
-        self.block_bytes = block_bytes
+    def __init__(self, blocks: int, block_bytes: int, heads: int = 1, tp: int = 1, rank: int = 0) -> None:
+        self.blocks, self.heads, self.tp, self.rank = blocks, heads, tp, rank
+        self.block_bytes = block_bytes // tp
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, LAYERS * blocks * block_bytes, flags=private)
-        self.words = np.frombuffer(self._memory, np.uint32).reshape(LAYERS, blocks, block_bytes // 4)
+        self._memory = mmap.mmap(-1, LAYERS * blocks * self.block_bytes, flags=private)
+        self.words = np.frombuffer(self._memory, np.uint32).reshape(LAYERS, blocks, self.block_bytes // 4)
         # Written, so that all of it is resident from the start.
         self.words.fill(1)
-        self._ramp = np.arange(block_bytes // 4, dtype=np.uint32) * _WORD
+        self._ramp = np.arange(block_bytes // 4, dtype=np.uint32).reshape(tp, -1)[rank] * _WORD
         self._layers = np.arange(LAYERS, dtype=np.uint32) * _LAYER
 
     def give_up(self) -> None:
@@ -51,19 +51,21 @@ class Cache:
 
     def geometry(self) -> dict[str, object]:
         """The address map, for `Worker.set_geometry`."""
+        heads = self.heads // self.tp
+        head = self.block_bytes // heads
         area = {
             "part": "kv",
             "group": 0,
             "region": 0,
             "num_blocks": self.blocks,
             "block_stride": self.block_bytes,
-            "heads": 1,
-            "first_head": 0,
-            "total_heads": 1,
-            "head_stride": self.block_bytes,
+            "heads": heads,
+            "first_head": self.rank * heads,
+            "total_heads": self.heads,
+            "head_stride": head,
             "tokens": TOKENS,
-            "token_stride": self.block_bytes // TOKENS,
-            "content": self.block_bytes // TOKENS,
+            "token_stride": head // TOKENS,
+            "content": head // TOKENS,
         }
         per_layer = self.blocks * self.block_bytes
         return {

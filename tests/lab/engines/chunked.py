@@ -33,12 +33,8 @@ class _Prompt:
     blocks: list[int] = field(default_factory=list)
     spoilt: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"x-{self.request}"
 
-
-class UnderWay:
+class Prompts:
     """The prompts of one engine, the oldest first.
 
     Args:
@@ -50,30 +46,30 @@ class UnderWay:
     def __init__(self, engine: Engine, seed: int, silent: bool, aborts: int) -> None:
         self._engine, self._silent, self._aborts = engine, silent, aborts
         self._dice = random.Random(seed)
-        self.prompts: list[_Prompt] = []
+        self.running: list[_Prompt] = []
         self.preempted = 0
         self.aborted = 0
 
     def begin(self, request: str, key: int, count: int) -> None:
         """A prompt of `count` blocks comes in."""
-        self.prompts.append(_Prompt(request, key, count))
+        self.running.append(_Prompt(request, key, count))
 
     def step(self) -> None:
         """One engine step: some blocks of the oldest prompts."""
         budget = self._dice.randint(4, 24)
-        for prompt in list(self.prompts):
+        for prompt in list(self.running):
             if budget == 0:
                 return
             if prompt.spoilt:
-                self._engine.cache.fill(prompt.key, prompt.blocks)
+                self._engine.fill(prompt.key, prompt.blocks)
                 prompt.spoilt = False
             more = min(budget, prompt.count - len(prompt.blocks))
             taken = self._engine.take(more)
             if taken is None:
-                self._give_away(self.prompts[-1])
+                self._give_away(self.running[-1])
                 return
             budget -= more
-            self._engine.cache.fill(prompt.key, taken, len(prompt.blocks))
+            self._engine.fill(prompt.key, taken, len(prompt.blocks))
             prompt.blocks += taken
             if self._dice.random() * 100 < self._aborts:
                 self._end(prompt, "aborted")
@@ -86,8 +82,10 @@ class UnderWay:
 
     def _tell(self, prompt: _Prompt) -> None:
         scheduler = self._engine.scheduler
-        if scheduler.is_followed(prompt.name):
-            scheduler.progressed(prompt.request, prompt.name, [prompt.blocks], len(prompt.blocks) * TOKENS)
+        if scheduler.is_followed(self._engine.name_of(prompt.request)):
+            scheduler.progressed(
+                prompt.request, self._engine.name_of(prompt.request), [prompt.blocks], len(prompt.blocks) * TOKENS
+            )
 
     def _lose(self, prompt: _Prompt) -> None:
         if not self._silent:
@@ -101,13 +99,13 @@ class UnderWay:
         if not prompt.blocks:
             return
         self.preempted += 1
-        self._engine.scheduler.progressed(prompt.request, prompt.name, [], 0)
+        self._engine.scheduler.progressed(prompt.request, self._engine.name_of(prompt.request), [], 0)
         self._engine.give_back(prompt.blocks)
         prompt.blocks = []
 
     def _end(self, prompt: _Prompt, outcome: Any) -> None:
-        self.prompts.remove(prompt)
-        params = {"do_remote_decode": True, "transfer_id": prompt.name}
+        self.running.remove(prompt)
+        params = {"do_remote_decode": True, "transfer_id": self._engine.name_of(prompt.request)}
         tokens = len(prompt.blocks) * TOKENS
         keep, _ = self._engine.scheduler.finished(prompt.request, params, outcome, [prompt.blocks], tokens)
         if keep:

@@ -18,10 +18,9 @@ from typing import Any
 import msgpack
 from kvferry.cli.key import write_key
 
-from lab.engines.engine import Setup
-from lab.faults.options import Options
-from lab.faults.series import LONG, Child, Requests, Tally, engines, hand_over, settle
-from lab.network import enter, two_hosts
+from lab.engines.engine import RemoteEngine, Setup, engines
+from lab.faults.series import LONG, Options, Requests, Tally, hand_over, settle, setup_of
+from lab.network import Network, enter
 
 TRANSPORTS = ("tcp", "shm")
 DAMAGED = 200
@@ -111,7 +110,7 @@ LEASE_MS = 60_000
 
 
 def _setup(name: str, transport: str, serves: bool, key: str, **more: Any) -> Setup:
-    return Setup(name=name, serves=serves, transport=transport, lease_ms=LEASE_MS, key_file=key, **more)
+    return setup_of(name, serves, transport, lease_ms=LEASE_MS, key_file=key, blocks=512, block_bytes=8192, **more)
 
 
 class _Series:
@@ -136,16 +135,15 @@ class _Series:
         self.tried[what] = self.tried.get(what, 0) + 1
         self.refused[what] = self.refused.get(what, 0) + refused
 
-    def good(self, producer: Child, consumer: Child) -> None:
+    def good(self, producer: RemoteEngine, consumer: RemoteEngine) -> None:
         """A hand-over that must work, every byte of it."""
         before = self.tally.good
         settle(consumer, hand_over(producer, consumer, self.requests.make(2)), self.tally, may_fail=False)
         self.count("right key", False)
         if self.tally.good != before + 2:
-            self.tally.unexpected += 1
-            self.tally.note("a hand-over with the right key did not work")
+            self.tally.bad("unexpected", "a hand-over with the right key did not work")
 
-    def stranger(self, what: str, producer: Child, consumer: Child, text: str) -> None:
+    def stranger(self, what: str, producer: RemoteEngine, consumer: RemoteEngine, text: str) -> None:
         """A hand-over that must fail in the handshake, by name."""
         waiting = hand_over(producer, consumer, self.requests.make(1))
         deadline = time.monotonic() + LONG
@@ -157,8 +155,8 @@ class _Series:
                     self.zeros["let_in"] += 1
                 elif done.cause != "handshake_failed" or text not in done.message:
                     self.zeros["unclear_refusals"] += 1
-                    self.tally.note(f"{what}: {done.cause}: {done.message}")
-        self.tally.unreported += len(waiting)
+                    self.tally.notes.append(f"{what}: {done.cause}: {done.message}")
+        self.tally.zeros["unreported"] += len(waiting)
 
     def replays(self, what: str, to: tuple[str, int], captures: Sequence[bytes], secrets: dict[str, bytes]) -> None:
         """Captured bytes, sent again: an answer must come that says no, and it must tell nothing."""
@@ -216,7 +214,7 @@ def _strangers(series: _Series, transport: str, keys: tuple[str, str], round_: i
         # Without any key the engines work as ever.
         series.good(open_producer, keyless)
 
-        secrets = _secrets(producer.ask("rank_metadata"))
+        secrets = _secrets(producer.ask("rank_metadata")[0, 0])
         to = tuple(producer.ask("address"))
         tap = _Tap(to)
         wanted = series.requests.make(2)
@@ -229,8 +227,7 @@ def _strangers(series: _Series, transport: str, keys: tuple[str, str], round_: i
         tap.close()
         captures = [bytes(kept) for kept in tap.sent if len(kept) > 100]
         if not captures:
-            series.tally.unexpected += 1
-            series.tally.note("no handshake was captured")
+            series.tally.bad("unexpected", "no handshake was captured")
             return
         series.replays("replayed capture", to, captures, secrets)
         series.damaged(to, captures, secrets)
@@ -280,15 +277,16 @@ class _Wire:
 
 def _seen_on_the_wire(series: _Series, key: str) -> dict[str, bool]:
     """Which of the engines' secrets a hand-over between two hosts shows to who listens between them."""
-    with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
-        wire = _Wire(p_netns)
+    with Network() as network:
+        places = [{"host": host.address, "netns": host.netns} for host in (network.prefill, network.decode)]
+        wire = _Wire(str(network.prefill.netns))
         with engines(
-            _setup("seen-prefill", "tcp", True, key, host=p_address, netns=p_netns),
-            _setup("seen-decode", "tcp", False, key, host=d_address, netns=d_netns),
+            _setup("seen-prefill", "tcp", True, key, **places[0]),
+            _setup("seen-decode", "tcp", False, key, **places[1]),
         ) as (producer, consumer):
             series.good(producer, consumer)
-            secrets = _secrets(producer.ask("rank_metadata"))
-            mine = _secrets(consumer.ask("rank_metadata"))
+            secrets = _secrets(producer.ask("rank_metadata")[0, 0])
+            mine = _secrets(consumer.ask("rank_metadata")[0, 0])
         secrets |= {f"decode {name}": mine[name] for name in ("engine", "worker address")}
         seen = wire.take()
     return {name: secret in seen for name, secret in secrets.items()}
@@ -312,9 +310,7 @@ def run(options: Options) -> dict[str, Any]:
     return {
         "zeros": {
             **series.zeros,
-            "wrong_bytes": tally.wrong,
-            "unreported": tally.unreported,
-            "unexpected": tally.unexpected,
+            **tally.zeros,
         },
         "tried": series.tried,
         # Damaged captures are not among them: some get no reply at all. What they brought is under "learned".

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
-from lab.engines.engine import Setup
-from lab.faults.disturbed import BURST, LEASE_MS, UNPINNED_S
-from lab.faults.options import Options
+from lab.engines.engine import RemoteEngine
 from lab.faults.series import (
+    BURST,
     LONG,
-    Child,
+    Options,
     Requests,
+    Series,
     Tally,
     hand_over,
-    resources,
     settle,
     until_good,
-    wait_level,
     wait_unpinned,
 )
-from lab.network import deliver, hosts, swallow
+from lab.network import Network
 
 HANDSHAKE_MS = 3000
 FROZEN_S = HANDSHAKE_MS / 1000 / 2
@@ -37,27 +34,17 @@ SHUT_LIMIT_S = HANDSHAKE_MS / 1000 + 10.0
 DATA, LISTENER = "10.78.0.3", "10.78.0.4"
 """Addresses of the engine behind the firewall. UCX takes the first one of its interface."""
 
-HOSTS = {"p": ["10.78.0.1"], "d": ["10.78.0.2"], "s": [DATA, LISTENER]}
-
-
-def _setup(
-    name: str, transport: str, serves: bool, netns: str, host: str, lease_ms: int = LEASE_MS, **worker: Any
-) -> Setup:
-    return Setup(
-        name=name,
-        serves=serves,
-        transport=transport,
-        lease_ms=lease_ms,
-        blocks=4096,
-        block_bytes=16384,
-        netns=netns,
-        host=host,
-        worker=worker,
-    )
+HOSTS = {"prefill": ("10.78.0.1",), "decode": ("10.78.0.2",), "shut": (DATA, LISTENER)}
 
 
 def _behind(
-    shut: Child, producer: Child, consumer: Child, requests: Requests, tally: Tally, beside: Tally, took: list[float]
+    shut: RemoteEngine,
+    producer: RemoteEngine,
+    consumer: RemoteEngine,
+    requests: Requests,
+    tally: Tally,
+    beside: Tally,
+    took: list[float],
 ) -> tuple[int, float]:
     """Loads from behind the firewall, and from the open engine until those have failed.
 
@@ -83,76 +70,65 @@ def _behind(
                 tally.take(done)
                 longest = time.monotonic() - begin
                 if done.cause is None or time.monotonic() > deadline:
-                    tally.unexpected += 1
-                    tally.note(f"{done.request}: {done.cause} after {longest:.1f} s, expected a failure")
+                    tally.bad("unexpected", f"{done.request}: {done.cause} after {longest:.1f} s, expected a failure")
             else:
-                tally.unexpected += 1
-                tally.note(f"{done.request}: an end that nobody waits for ({done.cause})")
+                tally.bad("unexpected", f"{done.request}: an end that nobody waits for ({done.cause})")
         if not running:
             start = time.monotonic()
     for open_requests in (waiting, running):
-        tally.unreported += len(open_requests)
+        tally.zeros["unreported"] += len(open_requests)
     return count, longest
 
 
 def firewall(options: Options, transport: str) -> dict[str, Any]:
     """See the module's text. Afterwards the firewall opens, and the engine behind it serves."""
-    rounds = options.rounds
-    warm = max(2, rounds // 10)
-    requests, tally, beside = Requests(options.seed, most=64), Tally(), Tally()
+    series = Series(options, transport, max(2, options.rounds // 10), most=64)
+    requests, tally, beside = series.requests, series.tally, Tally()
     took: list[float] = []
-    dice = random.Random(options.seed)
-    before: dict[str, int] = {}
     behind, longest = 0, 0.0
-    with hosts(HOSTS) as netns:
+    with Network(hosts=HOSTS) as network:
 
-        def start_shut() -> Child:
-            return Child(_setup("shut", transport, True, netns["s"], LISTENER))
+        def start(name: str, host: str, lease_ms: int, **worker: object) -> RemoteEngine:
+            where = network.hosts[name]
+            more = {"lease_ms": lease_ms, "worker": worker, "netns": where.netns, "host": host}
+            return RemoteEngine(series.setup(name, name != "decode", **more))
 
-        producer = Child(_setup("prefill", transport, True, netns["p"], "10.78.0.1", OPEN_LEASE_MS))
-        times = {"handshake_timeout_ms": HANDSHAKE_MS}
-        consumer = Child(_setup("decode", transport, False, netns["d"], "10.78.0.2", **times))
+        def start_shut() -> RemoteEngine:
+            return start("shut", LISTENER, 1000)
+
+        producer = start("prefill", HOSTS["prefill"][0], OPEN_LEASE_MS)
+        consumer = start("decode", HOSTS["decode"][0], 1000, handshake_timeout_ms=HANDSHAKE_MS)
         spare = start_shut()
+
+        def fault(number: int) -> None:
+            nonlocal spare, behind, longest
+            # A new life each time, so that the consumer has no connection to it.
+            shut, spare = spare, start_shut()
+            shut.wait_up()
+            settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
+            network.swallow(network.decode, DATA)
+            time.sleep(series.dice.uniform(0, 0.05))
+            count, until_failed = _behind(shut, producer, consumer, requests, tally, beside, took)
+            behind, longest = behind + count, max(longest, until_failed)
+            network.deliver(network.decode, DATA)
+            until_good(shut, consumer, requests, tally, "the firewall's opening")
+            wait_unpinned(shut, tally)
+            shut.kill()
+
         try:
-            for number in range(warm + rounds):
-                # A new life each time, so that the consumer has no connection to it.
-                shut, spare = spare, start_shut()
-                shut.wait_up()
-                settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
-                if number == warm:
-                    wait_unpinned(producer, tally, UNPINNED_S)
-                    before = resources(consumer)
-                swallow(netns["d"], DATA)
-                time.sleep(dice.uniform(0, 0.05))
-                count, until_failed = _behind(shut, producer, consumer, requests, tally, beside, took)
-                behind, longest = behind + count, max(longest, until_failed)
-                deliver(netns["d"], DATA)
-                until_good(shut, consumer, requests, tally, "the firewall's opening")
-                wait_unpinned(shut, tally, UNPINNED_S)
-                shut.kill()
-                options.progress(number + 1, warm + rounds)
-            wait_unpinned(producer, tally, UNPINNED_S)
-            after, over = wait_level(consumer, before)
+            found = series.run([producer, consumer], fault)
         finally:
-            for child in (spare, producer, consumer):
-                child.close()
-    frozen = sum(seconds > FROZEN_S for seconds in took)
+            for engine in (spare, producer, consumer):
+                engine.close()
+    found["zeros"]["wrong_bytes"] += beside.zeros["wrong_bytes"]
+    found["zeros"]["unexpected"] += beside.zeros["unexpected"]
+    found["zeros"]["frozen_reads"] = sum(seconds > FROZEN_S for seconds in took)
+    found["notes"] += beside.notes
+    found["failed_by_cause"] = dict(sorted((tally.causes + beside.causes).items()))
     return {
-        "zeros": {
-            "wrong_bytes": tally.wrong + beside.wrong,
-            "unreported": tally.unreported,
-            "pinned_after_lease": tally.pinned,
-            "unexpected": tally.unexpected + beside.unexpected,
-            "frozen_reads": frozen,
-            **{f"grown_{key}": value for key, value in over.items()},
-        },
-        "firewalls": rounds,
+        **found,
         "loads_behind_it": behind,
         "longest_until_they_failed_s": round(longest, 2),
         "good_meanwhile": beside.good,
         "slowest_meanwhile_ms": round(max(took, default=0.0) * 1000, 1),
-        "failed_by_cause": dict(sorted((tally.causes + beside.causes).items())),
-        "notes": tally.notes + beside.notes,
-        "resources_start": before,
-        "resources_end": after,
     }

@@ -20,17 +20,17 @@ from typing import Any
 import kvferry
 import msgpack
 
-from lab.engines.engine import Setup
-from lab.faults.options import Options
+from lab.engines.engine import RemoteEngine, engines
 from lab.faults.series import (
     LONG,
-    Child,
+    Options,
     Requests,
     Tally,
     grown,
     hand_over,
     resources,
     settle,
+    setup_of,
     wait_level,
     wait_unpinned,
 )
@@ -229,8 +229,8 @@ class _Beside:
     """The normal clients: one asks the listener, each time over a new connection, and a pair of engines works."""
 
     address: tuple[str, int]
-    producer: Child
-    consumer: Child
+    producer: RemoteEngine
+    consumer: RemoteEngine
     requests: Requests
     tally: Tally = field(default_factory=Tally)
     answers: int = 0
@@ -282,11 +282,9 @@ def run(options: Options) -> dict[str, Any]:
     subprocess.run(
         ["cargo", "build", "--quiet", "--locked", "--features", "fuzzing", "--example", "garbage_sender"], check=True
     )
-    setup = Setup("decode", False, "tcp", blocks=4096, block_bytes=16_384, lease_ms=30_000)
-    producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
+    setup = setup_of("decode", False, lease_ms=30_000)
     rounds, seed = options.rounds, options.seed
-    dead = 0
-    try:
+    with engines(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         listener, agent_metadata = _where(producer)
         beside = _Beside(listener, producer, consumer, Requests(seed))
         with tempfile.TemporaryDirectory() as folder:
@@ -304,18 +302,12 @@ def run(options: Options) -> dict[str, Any]:
                 halves.append({"attack": sent, "seconds": round(seconds, 1), "crowd": crowd, **levels[-1]})
         after, over = wait_level(producer, levels[0])
         stats = producer.ask("state")["agent"]
-    finally:
-        dead = sum(not child.process.is_alive() for child in (producer, consumer))
-        producer.close()
-        consumer.close()
+        dead = sum(engine.child.poll() is not None for engine in (producer, consumer))
     tally = beside.tally
     return {
         "zeros": {
             "dead": dead,
-            "wrong_bytes": tally.wrong,
-            "unreported": tally.unreported,
-            "pinned": tally.pinned,
-            "unexpected": tally.unexpected,
+            **tally.zeros,
             "unanswered": beside.unanswered,
             "wrong_answers": beside.wrong,
             "grown": sum(over.values()),
@@ -335,7 +327,7 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _where(producer: Child) -> tuple[tuple[str, int], bytes]:
+def _where(producer: RemoteEngine) -> tuple[tuple[str, int], bytes]:
     """The listener's address, and the agent's metadata as a message of its own."""
     [(_, params)] = producer.ask("prefill", [("where", 0, 1)])
     address = (params["remote_host"], params["remote_port"])
@@ -373,7 +365,7 @@ def _crowded(beside: _Beside) -> dict[str, Any]:
     return {**crowd.end(), "answers_beside": beside.answers - answers}
 
 
-def _quiet(producer: Child, tally: Tally) -> None:
+def _quiet(producer: RemoteEngine, tally: Tally) -> None:
     """Until what was sent is dealt with and what is remembered for a while is forgotten."""
     time.sleep(12)
     wait_unpinned(producer, tally, LONG)

@@ -9,10 +9,19 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from lab.engines import chunked as under_way
-from lab.engines.engine import Setup
-from lab.faults.options import Options
-from lab.faults.series import Requests, Tally, engines, grown, hand_over, resources, settle, wait_unpinned
+from lab.engines import chunked
+from lab.engines.engine import engines
+from lab.faults.series import (
+    Options,
+    Requests,
+    Tally,
+    grown,
+    hand_over,
+    resources,
+    settle,
+    setup_of,
+    wait_unpinned,
+)
 
 RACE_LEASE_MS = 1000
 PATIENT: dict[str, object] = {"transfer_timeout_ms": 60_000, "verdict_timeout_ms": 60_000}
@@ -24,10 +33,10 @@ def _part(tally: Tally, started: int, validated: bool, **more: Any) -> dict[str,
     return {
         "requests": started,
         "good": tally.good,
-        "wrong": tally.wrong,
-        "unreported": tally.unreported,
-        "pinned": tally.pinned,
-        "unexpected": tally.causes.total() - tally.causes["lease_expired"] + tally.unexpected,
+        "wrong": tally.zeros["wrong_bytes"],
+        "unreported": tally.zeros["unreported"],
+        "pinned": tally.zeros["pinned_after_lease"],
+        "unexpected": tally.causes.total() - tally.causes["lease_expired"] + tally.zeros["unexpected"],
         "causes": dict(tally.causes),
         **more,
         "notes": tally.notes if validated else tally.notes[:3],
@@ -67,7 +76,7 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
     rounds = options.rounds if validated else max(200, options.rounds // 10)
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=64), Tally()
     lease = RACE_LEASE_MS if validated else 3_600_000
-    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease, worker=PATIENT)
+    setup = setup_of("decode", False, transport, PATIENT, lease_ms=lease)
     with engines(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         # Connections are made before, so that the time from arrival to the first heartbeat is short.
         settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
@@ -99,7 +108,7 @@ def preempt(options: Options, transport: str) -> dict[str, Any]:
     and does not say so. What was read before then counts, and wrong bytes must be found, or the first part proves
     nothing.
     """
-    os.environ[under_way.VARIABLE] = "1"
+    os.environ[chunked.VARIABLE] = "1"
     checked = _preempted(options, transport, silent=False)
     control = _preempted(options, transport, silent=True)
     return _compared(checked, control, never_preempted=int(checked["preempted"] == 0))
@@ -108,7 +117,7 @@ def preempt(options: Options, transport: str) -> dict[str, Any]:
 def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]:
     rounds = max(300, options.rounds // 10) if silent else options.rounds
     requests, tally = Requests(options.seed, most=64), Tally()
-    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384)
+    setup = setup_of("decode", False, transport)
     small = replace(setup, name="prefill", serves=True, blocks=512, silent=silent, aborts=0 if silent else 1)
     started = 0
     with engines(small, setup) as (producer, consumer):
@@ -129,39 +138,37 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
     """Requests of mixed sizes through one pair of engines: memory and latency at a tenth and at the end."""
     rounds = options.rounds
     requests, tally = Requests(options.seed, most=32), Tally()
-    setup = Setup("decode", False, transport, blocks=32_768, block_bytes=2048, lease_ms=30_000)
-    at_tenth: dict[str, dict[str, int]] = {}
-    at_half: dict[str, dict[str, int]] = {}
+    setup = setup_of("decode", False, transport, blocks=32_768, block_bytes=2048, lease_ms=30_000)
+    levels: list[dict[str, dict[str, int]]] = []
     first: list[float] = []
     started = 0
     tenth = rounds // 10
     begin = time.monotonic()
     with engines(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
+
+        def level() -> dict[str, dict[str, int]]:
+            wait_unpinned(producer, tally, 60)
+            return {"producer": resources(producer), "consumer": resources(consumer)}
+
         while started < rounds:
-            if started >= tenth and not at_tenth:
-                wait_unpinned(producer, tally, 60)
-                at_tenth = {"producer": resources(producer), "consumer": resources(consumer)}
-                first, tally.seconds = tally.seconds, []
-            if started >= rounds // 2 and not at_half:
-                wait_unpinned(producer, tally, 60)
-                at_half = {"producer": resources(producer), "consumer": resources(consumer)}
+            if started >= (tenth, rounds // 2, rounds)[len(levels)]:
+                levels.append(level())
+                if len(levels) == 1:
+                    first, tally.seconds = tally.seconds, []
             waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
             started += len(waiting)
             settle(consumer, waiting, tally, may_fail=False)
-            if at_tenth:
+            if levels:
                 # The last tenth is what the first is compared with.
                 del tally.seconds[:-tenth]
             options.progress(started, rounds)
-        wait_unpinned(producer, tally, 60)
-        at_end = {"producer": resources(producer), "consumer": resources(consumer)}
+        at_end = level()
+    at_tenth, at_half = levels[:2]
     over = [grown(at_tenth[side], at_end[side]) for side in ("producer", "consumer")]
     ratio = statistics.median(tally.seconds) / statistics.median(first)
     return {
         "zeros": {
-            "wrong_bytes": tally.wrong,
-            "unreported": tally.unreported,
-            "pinned": tally.pinned,
-            "unexpected": tally.unexpected,
+            **tally.zeros,
             "grown": sum(sum(entry.values()) for entry in over),
             # On a shared machine medians of thousands still move by tens of percent.
             "latency_grown": int(ratio > 1.5),

@@ -1,144 +1,89 @@
-"""The parent's view of engines in processes of their own, and what is counted over a series."""
+"""What series have in common: the command line's settings, requests, what is counted, and rounds of a fault."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lab.engines.engine import Done, Setup, main
+from lab.engines.cache import TOKENS
+from lab.engines.engine import Done, RemoteEngine, Setup, Wanted
+from lab.process import GENEROUS
 
-LONG = 60.0
+LONG = GENEROUS
 """Seconds that anything may take on a busy machine; more is a failure."""
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lab.engines.engine"])
+LEASE_MS = 1000
+UNPINNED_S = LEASE_MS / 1000 + 4.0
+"""The lease, and what noticing, reporting and being asked may take on a busy machine."""
+
+BURST = 16
+"""Requests at once: about 25 MiB, which are under way for 5 ms (shared memory) to 50 ms (TCP)."""
+
+QUICK: dict[str, object] = {
+    "handshake_timeout_ms": 10_000,
+    "transfer_timeout_ms": 10_000,
+    "verdict_timeout_ms": 5_000,
+    "early_message_ms": 5_000,
+    "tombstone_ms": 5_000,
+    "peer_ttl_ms": 10_000,
+    "portion_tokens": TOKENS,
+}
+"""Times for a fault to be over soon; what is told of each is that it ends, not when."""
 
 
-class Stuck(Exception):
-    """Something that must come did not come."""
+@dataclass(frozen=True)
+class Options:
+    """The command line's settings for one series."""
+
+    series: str
+    rounds: int
+    seed: int
+    # Of the series `matrix`: which cases and connectors, all if there are none.
+    cases: tuple[str, ...] = ()
+    connectors: tuple[str, ...] = ()
+
+    def progress(self, done: int, of: int) -> None:
+        """Shows how far the series is, where somebody looks."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{self.series}: {done} of {of} " + ("\n" if done == of else ""))
+            sys.stderr.flush()
+        elif done == of or done % max(1, of // 4) == 0:
+            sys.stderr.write(f"{self.series}: {done} of {of}\n")
 
 
-class Child:
-    """An engine in a process of its own."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=main, args=(theirs, setup), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.done: list[Done] = []
-        self.up = False
-
-    @property
-    def pid(self) -> int:
-        """The process."""
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def _receive(self, timeout: float) -> tuple[str, Any] | None:
-        if not self.pipe.poll(timeout):
-            return None
-        name, value = self.pipe.recv()
-        if name == "done":
-            self.done += value
-        elif name == "up":
-            self.up = True
-        return name, value
-
-    def wait_up(self) -> None:
-        """Until it serves."""
-        deadline = time.monotonic() + LONG
-        while not self.up:
-            try:
-                self._receive(1.0)
-            except (EOFError, ConnectionError) as problem:
-                raise Stuck(f"engine {self.setup.name} ended while it started") from problem
-            if time.monotonic() > deadline:
-                raise Stuck(f"engine {self.setup.name} did not come up")
-
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Sends a command without waiting for its answer, which is dropped when it comes."""
-        self.pipe.send((name, arguments))
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """A command's answer."""
-        self.wait_up()
-        self.pipe.send((name, arguments))
-        deadline = time.monotonic() + LONG
-        while time.monotonic() < deadline:
-            answer = self._receive(1.0)
-            if answer is not None and answer[0] == name:
-                return answer[1]
-        raise Stuck(f"engine {self.setup.name} does not answer {name}")
-
-    def take_done(self, timeout: float = 0.0) -> list[Done]:
-        """Loads that ended since the last call, waiting up to `timeout` seconds for one."""
-        if not self.done:
-            self._receive(timeout)
-        while self.pipe.poll(0):
-            self._receive(0)
-        done, self.done = self.done, []
-        return done
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process."""
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL, and waits until it is gone."""
-        self.process.kill()
-        self.process.join(LONG)
-        self.pipe.close()
-
-    def close(self) -> None:
-        """In order; by force if that does not work."""
-        if self.process.is_alive():
-            try:
-                self.signal(signal.SIGCONT)
-                self.tell("end")
-            except OSError:
-                pass
-            self.process.join(LONG)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(LONG)
-        self.pipe.close()
+def setup_of(
+    name: str, serves: bool, transport: str = "tcp", worker: Mapping[str, object] | None = None, **more: Any
+) -> Setup:
+    """An engine of 256 MiB with a short lease, unless `more` says otherwise."""
+    chosen = {"lease_ms": LEASE_MS, "blocks": 4096, "block_bytes": 16384, **more}
+    return Setup(name, serves, transport, worker={**QUICK, **(worker or {})}, **chosen)
 
 
-@contextmanager
-def engines(*setups: Setup) -> Iterator[list[Child]]:
-    """Engines until the end of the block."""
-    children: list[Child] = []
-    try:
-        for setup in setups:
-            children.append(Child(setup))
-        yield children
-    finally:
-        for child in children:
-            child.close()
+LOADS = ("wrong_bytes", "unreported", "pinned_after_lease", "unexpected")
+"""What must not happen to loads."""
 
 
-@dataclass
 class Tally:
-    """What a series counts. The first group must be zero."""
+    """What a series counts. `zeros` has what must not happen, by name."""
 
-    wrong: int = 0
-    unreported: int = 0
-    pinned: int = 0
-    unexpected: int = 0
-    good: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, *zeros: str) -> None:
+        self.zeros = dict.fromkeys(zeros or LOADS, 0)
+        self.good = 0
+        self.causes: Counter[str] = Counter()
+        self.figures: Counter[str] = Counter()
+        self.seconds: list[float] = []
+        self.notes: list[str] = []
+
+    def bad(self, key: str, text: str, count: int = 1) -> None:
+        """Counts what must not happen, and keeps the first few texts."""
+        self.zeros[key] += count
+        if len(self.notes) < 20:
+            self.notes.append(f"{key}: {text}")
 
     def take(self, done: Done, may_fail: bool = True) -> None:
         """Counts one load's end."""
@@ -146,30 +91,23 @@ class Tally:
             self.good += 1
             self.seconds.append(done.seconds)
             if done.wrong_bytes:
-                self.wrong += 1
-                self.note(f"{done.request}: reported good with {done.wrong_bytes} wrong bytes")
+                self.bad("wrong_bytes", f"{done.request}: reported good with {done.wrong_bytes} wrong bytes")
             return
         self.causes[done.cause] += 1
         if not may_fail or done.cause == "reported twice":
-            self.unexpected += 1
-            self.note(f"{done.request}: {done.cause}: {done.message}")
-
-    def note(self, text: str) -> None:
-        """Keeps the first few complaints."""
-        if len(self.notes) < 20:
-            self.notes.append(text)
+            self.bad("unexpected", f"{done.request}: {done.cause}: {done.message}")
 
 
 class Requests:
-    """Makes requests of random sizes, and hands them from a producer to a consumer."""
+    """Makes requests of random sizes."""
 
     def __init__(self, seed: int, most: int = 48) -> None:
         self.random = random.Random(seed)
         self.most = most
         self.count = 0
 
-    def make(self, number: int) -> list[tuple[str, int, int]]:
-        """`(request, key, blocks)`; sizes from 1 to `most` blocks, small ones more often."""
+    def make(self, number: int) -> list[Wanted]:
+        """Sizes from 1 to `most` blocks, small ones more often."""
         made = []
         for _ in range(number):
             self.count += 1
@@ -178,77 +116,63 @@ class Requests:
         return made
 
 
-def start_loads(
-    consumer: Child, wanted: list[tuple[str, int, int]], params: dict[str, dict[str, Any] | None]
-) -> set[str]:
+def start_loads(consumer: RemoteEngine, wanted: list[Wanted], params: dict[str, dict[str, Any] | None]) -> set[str]:
     """Starts to load what was prefilled; the requests whose loads were started."""
     loads = [(name, key, size, found, 0.0) for name, key, size in wanted if (found := params[name]) is not None]
     refused = set(consumer.ask("load", loads))
     return {name for name, *_ in loads} - refused
 
 
-def hand_over(producer: Child, consumer: Child, wanted: list[tuple[str, int, int]]) -> set[str]:
+def hand_over(producer: RemoteEngine, consumer: RemoteEngine, wanted: list[Wanted]) -> set[str]:
     """Prefills and starts to load; the requests whose loads were started."""
     return start_loads(consumer, wanted, dict(producer.ask("prefill", wanted)))
 
 
-def settle(consumer: Child, open_requests: set[str], tally: Tally, limit: float = LONG, may_fail: bool = True) -> None:
+def settle(
+    consumer: RemoteEngine, waiting: set[str], tally: Tally, limit_s: float = LONG, may_fail: bool = True
+) -> None:
     """Waits for the end of all loads; those that do not end are counted."""
-    deadline = time.monotonic() + limit
-    while open_requests and time.monotonic() < deadline:
+    deadline = time.monotonic() + limit_s
+    while waiting and time.monotonic() < deadline:
         for done in consumer.take_done(0.05):
-            if done.request in open_requests:
-                open_requests.discard(done.request)
+            if done.request in waiting:
+                waiting.discard(done.request)
                 tally.take(done, may_fail)
             else:
-                tally.unexpected += 1
-                tally.note(f"{done.request}: an end that nobody waits for ({done.cause})")
-    if open_requests:
-        tally.unreported += len(open_requests)
-        tally.note(f"no report within {limit:.0f} s: {sorted(open_requests)[:5]}")
-        open_requests.clear()
+                tally.bad("unexpected", f"{done.request}: an end that nobody waits for ({done.cause})")
+    if waiting:
+        tally.bad("unreported", f"no report within {limit_s:.0f} s: {sorted(waiting)[:5]}", len(waiting))
+        waiting.clear()
 
 
-def until_good(producer: Child, consumer: Child, requests: Requests, tally: Tally, fault: str) -> None:
+def until_good(producer: RemoteEngine, consumer: RemoteEngine, requests: Requests, tally: Tally, fault: str) -> None:
     """Requests, one after the other, until one has arrived."""
     deadline, good = time.monotonic() + LONG, tally.good
     while tally.good == good:
         if time.monotonic() > deadline:
-            tally.unexpected += 1
-            tally.note(f"no request works within {LONG:.0f} s of {fault}")
+            tally.bad("unexpected", f"no request works within {LONG:.0f} s of {fault}")
             break
         settle(consumer, hand_over(producer, consumer, requests.make(1)), tally)
 
 
-def wait_unpinned(producer: Child, tally: Tally, limit: float) -> float:
-    """Waits until the producer holds no blocks; counts those that are pinned longer than `limit` seconds."""
+def wait_unpinned(producer: RemoteEngine, tally: Tally, limit_s: float = UNPINNED_S) -> None:
+    """Waits until the producer holds no blocks; counts those that are pinned longer than `limit_s` seconds."""
     start = time.monotonic()
-    while True:
-        held = producer.ask("state")["held"]
-        took = time.monotonic() - start
-        if held == 0:
-            return took
-        if took > limit:
-            tally.pinned += held
-            tally.note(f"{held} requests' blocks are still held after {took:.1f} s")
-            return took
+    while held := producer.ask("state")["held"]:
+        if (took := time.monotonic() - start) > limit_s:
+            tally.bad("pinned_after_lease", f"{held} requests' blocks are still held after {took:.1f} s", held)
+            return
         time.sleep(0.05)
 
 
 KEYS = ("fds", "threads", "peers", "regions", "rss")
 
 
-def resources(child: Child) -> dict[str, int]:
-    """File descriptors, threads, endpoints, registrations and resident memory of an engine."""
-    state = child.ask("state")
-    return {
-        "fds": state["fds"],
-        "threads": state["threads"],
-        "peers": state["agent"]["peers"],
-        "regions": state["agent"]["regions"],
-        "rss": state["rss"],
-        "heap": state["heap"],
-    }
+def resources(engine: RemoteEngine) -> dict[str, int]:
+    """File descriptors, threads, endpoints, registrations and memory of an engine."""
+    state = engine.ask("state")
+    own = {key: state[key] for key in ("fds", "threads", "rss", "heap")}
+    return {**own, **{key: state["agent"][key] for key in ("peers", "regions")}}
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -259,12 +183,94 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return over
 
 
-def wait_level(child: Child, before: dict[str, int], limit: float = LONG) -> tuple[dict[str, int], dict[str, int]]:
+def wait_level(engine: RemoteEngine, before: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Waits until the engine's resources are back at the start's level; its last state and what is still above."""
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + LONG
     while True:
-        after = resources(child)
+        after = resources(engine)
         over = grown(before, after)
         if not any(over.values()) or time.monotonic() > deadline:
             return after, over
         time.sleep(0.5)
+
+
+class Series:
+    """Rounds of a fault on engines that must survive it, over one transport."""
+
+    def __init__(self, options: Options, transport: str, warm: int, most: int = 128) -> None:
+        """`warm`: how many rounds come before those that count."""
+        self.options, self.transport, self.warm = options, transport, warm
+        self.dice = random.Random(options.seed)
+        self.requests, self.tally = Requests(options.seed, most), Tally()
+
+    def setup(self, name: str, serves: bool, **more: Any) -> Setup:
+        """An engine over this transport."""
+        return setup_of(name, serves, self.transport, **more)
+
+    def moment(self) -> None:
+        """Waits for a random moment of a burst; in half of all cases an early one."""
+        time.sleep(self.dice.uniform(0, 0.008) if self.dice.random() < 0.5 else self.dice.uniform(0, 0.06))
+
+    def burst(self, producer: RemoteEngine, consumer: RemoteEngine) -> set[str]:
+        """Starts many loads, and waits for a random moment of them."""
+        started = hand_over(producer, consumer, self.requests.make(BURST))
+        self.moment()
+        return started
+
+    def plain(self, producer: RemoteEngine, consumer: RemoteEngine, number: int = 3) -> None:
+        """Requests that must arrive, after whatever went before.
+
+        On a machine so busy that a lease runs out all the same, saying so is right; then others must arrive.
+        """
+        tally, deadline = self.tally, time.monotonic() + LONG
+        wanted = tally.good + number
+        while tally.good < wanted:
+            if time.monotonic() > deadline:
+                tally.bad("unexpected", f"no request works within {LONG:.0f} s of a fault")
+                return
+            before = tally.causes.total() - tally.causes["lease_expired"]
+            settle(consumer, hand_over(producer, consumer, self.requests.make(wanted - tally.good)), tally)
+            failed = tally.causes.total() - tally.causes["lease_expired"] - before
+            if failed:
+                tally.bad(
+                    "unexpected", f"{failed} requests failed that nothing disturbed: {dict(tally.causes)}", failed
+                )
+
+    def run(
+        self,
+        survivors: Sequence[RemoteEngine],
+        fault: Callable[[int], None],
+        at_last: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """The rounds, and what came of them. `fault` gets the number of its round, which is negative before those that
+        count. What the survivors hold must be at its level again when `at_last` is over."""
+        producers = [engine for engine in survivors if engine.setup.serves]
+        before: list[dict[str, int]] = []
+        for number in range(-self.warm, self.options.rounds):
+            if number == 0:
+                self._unpinned(producers)
+                before = [resources(engine) for engine in survivors]
+            fault(number)
+            self.options.progress(number + self.warm + 1, self.options.rounds + self.warm)
+        at_last()
+        self._unpinned(producers)
+        found = [wait_level(engine, start) for engine, start in zip(survivors, before, strict=True)]
+        return {
+            "zeros": {
+                **self.tally.zeros,
+                **{f"grown_{key}": sum(over[key] for _, over in found) for key in KEYS},
+            },
+            "rounds": self.options.rounds,
+            "good": self.tally.good,
+            "failed_by_cause": dict(sorted(self.tally.causes.items())),
+            **self.tally.figures,
+            "notes": self.tally.notes,
+            "resources": {
+                engine.setup.name: {"start": start, "end": end}
+                for engine, start, (end, _) in zip(survivors, before, found, strict=True)
+            },
+        }
+
+    def _unpinned(self, producers: Sequence[RemoteEngine]) -> None:
+        for producer in producers:
+            wait_unpinned(producer, self.tally)

@@ -17,21 +17,27 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.common import DEPS, make_folder
+from lab.demo.options import Options as DemoOptions
 from lab.demo.options import parse_options
 from lab.demo.run import Setting, run_baseline
-from lab.demo.workload import Prompt, make_workload
-from lab.faults.options import Options
-from lab.servers.client import Answer, complete, complete_through
-from lab.servers.metrics import fetch_metrics, open_requests, total, totals_by
+from lab.demo.workload import make_workload
+from lab.faults.series import Options, Tally
+from lab.servers import pair
+from lab.servers.client import Answer, Prompt, complete, complete_through
+from lab.servers.connectors import Connector
+from lab.servers.metrics import fetch_metrics, totals_by
 from lab.servers.model import make_model
-from lab.servers.pair import POLICIES, Pair, stop_in_order
+from lab.servers.pair import GONE_WITHIN_S, KV_ROLES, ROLES, START_LIMIT_S, TIMED_OUT
 from lab.servers.proxy import KvParams, Proxy, open_session
-from lab.servers.server import Server, ServerGroup
+from lab.servers.server import Server, ServerGroup, ServerSpec
+from lab.servers.specs import baseline_spec, engine_spec
 
+POLICIES = ("recompute", "fail")
 POOL = 24
 BURST = 6
 AFTER = 3
@@ -44,39 +50,66 @@ ACT_WITHIN_S = 0.06
 ENDS_WITHIN_S = 240.0
 """Longest time for a request, on a machine where a server may be starting beside it."""
 
-START_LIMIT_S = 900.0
 DRAIN_LIMIT_S = 90.0
+SHUTDOWN_S = 60
+"""What a server may take to drain, which includes a lease that nobody asks for."""
+
+# What a killed decode server had not read comes free after one lease. A prefill of the longest prompt takes less than
+# a second, but the servers share two cores with one that starts.
+TIMES = {
+    "lease_ms": 20_000,
+    "handshake_timeout_ms": 15_000,
+    "transfer_timeout_ms": 60_000,
+    "verdict_timeout_ms": 20_000,
+}
 
 
-class Tally:
-    """What the series counts. The first group must be zero."""
+@dataclass(frozen=True)
+class FixedConnector(Connector):
+    """kvferry with an engine id and a listener port that a server started again has too."""
 
-    def __init__(self) -> None:
-        self.zeros = dict.fromkeys(
-            (
-                "wrong_tokens",
-                "without_an_end",
-                "failed_on_survivor",
-                "failed_later",
-                "faults_without_requests",
-                "faults_without_failures",
-                "blocks_held",
-                "requests_open",
-                "processes_left",
-                "tracebacks",
-            ),
-            0,
-        )
-        self.figures: Counter[str] = Counter()
-        self.failed_loads: Counter[str] = Counter()
-        self.recoveries_s: list[float] = []
-        self.notes: list[str] = []
+    engine_id: str
+    port: int
+    policy: str
 
-    def bad(self, key: str, text: str, count: int = 1) -> None:
-        """Counts what must not happen, and keeps the first few texts."""
-        self.zeros[key] += count
-        if len(self.notes) < 20:
-            self.notes.append(f"{key}: {text}")
+    def transfer_config(self, role: str, options: DemoOptions) -> dict[str, Any]:
+        """The value of --kv-transfer-config."""
+        return {
+            "kv_connector": "KvferryConnector",
+            "kv_role": role,
+            "engine_id": self.engine_id,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": {"port": self.port, **TIMES},
+        }
+
+
+class Pair(pair.Pair):
+    """The servers; `policy` is the decode server's."""
+
+    policy = POLICIES[0]
+
+    def spec(self, role: str) -> ServerSpec:
+        """Without a time for its shutdown, vLLM kills its own processes at once."""
+        policy = self.policy if role == "decode" else "fail"
+        connector = FixedConnector(f"chaos-{role}", self.side_ports["prefill"], policy)
+        found = engine_spec(KV_ROLES[role], self.setting.model, self.setting.options, connector, self.outputs)
+        found.arguments += ["--shutdown-timeout", str(SHUTDOWN_S)]
+        return found
+
+
+ZEROS = (
+    "wrong_tokens",
+    "without_an_end",
+    "failed_on_survivor",
+    "failed_later",
+    "faults_without_requests",
+    "faults_without_failures",
+    "blocks_held",
+    "requests_open",
+    "processes_left",
+    "tracebacks",
+)
+"""What must not happen."""
 
 
 class Series:
@@ -85,8 +118,8 @@ class Series:
     def __init__(self, setting: Setting, pair: Pair, baseline: dict[str, list[int]], seed: int) -> None:
         self.setting, self.pair, self.baseline = setting, pair, baseline
         self.dice = random.Random(seed)
-        self.tally = Tally()
-        self.proxy = Proxy(pair.prefill.url, pair.decode.url)
+        self.tally = Tally(*ZEROS)
+        self.proxy = Proxy(pair.url("prefill"), pair.url("decode"))
         self.sent = 0
         self.fresh: list[Prompt] = []
 
@@ -109,7 +142,7 @@ class Series:
         """The answer, None if it does not come."""
         try:
             return await asyncio.wait_for(work, ENDS_WITHIN_S)
-        except (TimeoutError, asyncio.TimeoutError):
+        except TIMED_OUT:
             return None
 
     async def through(self, prompts: list[Prompt]) -> list[tuple[str, Prompt, Answer | None]]:
@@ -180,33 +213,33 @@ class Series:
         self.proxy.exchange = None
         return [entry for part in found for entry in part]
 
-    async def kill(self, victim: Server) -> None:
+    async def kill(self, role: str) -> None:
         """SIGKILL to all processes of a server."""
-        victim.signal_group(signal.SIGKILL)
+        await self.pair.kill(role)
         self.tally.figures["kills"] += 1
 
-    async def while_it_starts(self, survivor: Server, started: Server) -> None:
+    async def while_it_starts(self, survivor: str, started: Server) -> None:
         """Waits for `started`; the other server answers plain requests meanwhile."""
         begin = time.monotonic()
         waiting = asyncio.create_task(self.pair.servers.wait_ready([started], self.setting.session, START_LIMIT_S))
         while True:
             prompt = self.dice.choice(self.setting.workload.checked[:AFTER])
             name = self.name(prompt)
-            answer = await self.ended(complete(self.setting.session, survivor.url, prompt, name))
+            answer = await self.ended(complete(self.setting.session, self.pair.url(survivor), prompt, name))
             if self.right(name, prompt, answer):
                 self.tally.figures["right_on_survivor_alone"] += 1
             else:
-                self.tally.bad("failed_on_survivor", f"{name} on {survivor.name}: {answer and answer.error}")
+                self.tally.bad("failed_on_survivor", f"{name} on {survivor}: {answer and answer.error}")
             done, _ = await asyncio.wait({waiting}, timeout=2.0)
             if done:
                 break
         await waiting
-        self.tally.recoveries_s.append(round(time.monotonic() - begin, 1))
+        self.tally.seconds.append(round(time.monotonic() - begin, 1))
 
     async def kill_prefill(self) -> None:
         """The decode server must bring what it has to an end, by its policy. At least one load fails."""
-        before, victim = await self.loads_failed(), self.pair.prefill
-        for name, prompt, answer in await self.burst(lambda: self.kill(victim), hold=True):
+        before = await self.loads_failed()
+        for name, prompt, answer in await self.burst(lambda: self.kill("prefill"), hold=True):
             if self.right(name, prompt, answer) or answer is None:
                 self.tally.figures["right_at_kill"] += answer is not None
             elif not self.proxy.record(name).prefilled.is_set():
@@ -215,54 +248,48 @@ class Series:
                 self.tally.figures["clean_errors"] += 1
             else:
                 self.tally.bad("failed_on_survivor", f"{name} under {self.pair.policy}: {answer.error}")
-        await self.pair.gone(victim)
         grown = await self.loads_failed() - before
-        self.tally.failed_loads += grown
+        self.tally.causes += grown
         if not grown:
-            self.tally.bad("faults_without_failures", f"no load failed when {victim.name} was killed")
+            self.tally.bad("faults_without_failures", "no load failed when the prefill server was killed")
         if self.pair.policy == "recompute":
             self.tally.figures["recomputed"] += grown.total()
-        await self.while_it_starts(self.pair.decode, self.pair.start_prefill())
+        await self.while_it_starts("decode", self.pair.launch("prefill"))
         await self.later()
 
     async def kill_decode(self, next_policy: str) -> None:
         """The prefill server must go on; what it keeps for the dead server is freed by the lease."""
-        victim = self.pair.decode
-        for name, prompt, answer in await self.burst(lambda: self.kill(victim)):
+        for name, prompt, answer in await self.burst(lambda: self.kill("decode")):
             if self.right(name, prompt, answer) or answer is None:
                 self.tally.figures["right_at_kill"] += answer is not None
             elif self.proxy.record(name).prefilled.is_set():
                 self.tally.figures["lost_with_killed_server"] += 1
             else:
                 self.tally.bad("failed_on_survivor", f"{name}: {answer.error}")
-        await self.pair.gone(victim)
         self.shuffle()
-        await self.while_it_starts(self.pair.prefill, self.pair.start_decode(next_policy))
+        self.pair.policy = next_policy
+        await self.while_it_starts("prefill", self.pair.launch("decode"))
         await self.later()
 
-    async def sleep(self, server: Server) -> None:
+    async def sleep(self, role: str) -> None:
         """vLLM's sleep: all that the server has is aborted, and what comes now waits until it wakes up."""
         for path in ("sleep?level=1", "wake_up"):
-            async with self.setting.session.post(f"{server.url}/{path}") as answer:
+            async with self.setting.session.post(f"{self.pair.url(role)}/{path}") as answer:
                 if answer.status != 200:
                     text = (await answer.text())[:200]
-                    self.tally.bad("failed_on_survivor", f"{path} on {server.name}: {answer.status} {text}")
+                    self.tally.bad("failed_on_survivor", f"{path} on {role}: {answer.status} {text}")
         self.tally.figures["sleeps"] += 1
 
     async def sleep_each(self) -> None:
         """One server after the other sleeps in the middle of a burst, and wakes up."""
-        for server in (self.pair.decode, self.pair.prefill):
-            for name, prompt, answer in await self.burst(functools.partial(self.sleep, server)):
+        for role in ("decode", "prefill"):
+            for name, prompt, answer in await self.burst(functools.partial(self.sleep, role)):
                 if self.right(name, prompt, answer) or answer is None:
                     self.tally.figures["right_at_sleep"] += answer is not None
-                elif (
-                    answer.error is None
-                    if server is self.pair.decode
-                    else not self.proxy.record(name).prefilled.is_set()
-                ):
+                elif answer.error is None if role == "decode" else not self.proxy.record(name).prefilled.is_set():
                     self.tally.figures["aborted_by_sleep"] += 1
                 else:
-                    self.tally.bad("failed_on_survivor", f"{name} at {server.name}'s sleep: {answer.error}")
+                    self.tally.bad("failed_on_survivor", f"{name} at the sleep of {role}: {answer.error}")
             await self.later()
             # The decode server's cache was dropped when it slept.
             self.shuffle()
@@ -271,8 +298,8 @@ class Series:
         """Both servers are told to end in the middle of a burst: what they have may fail, but not be wrong."""
 
         async def stop() -> None:
-            left, tracebacks = await stop_in_order(self.pair.servers, [self.pair.prefill, self.pair.decode])
-            for text in left + self.pair.left_by_kills:
+            left, tracebacks = await stop_in_order(self.pair.servers, list(self.pair.running.values()))
+            for text in left:
                 self.tally.bad("processes_left", text)
             for text in tracebacks:
                 self.tally.bad("tracebacks", text)
@@ -282,32 +309,28 @@ class Series:
 
     async def loads_failed(self) -> Counter[str]:
         """The decode server's failed loads so far, by cause."""
-        text = await fetch_metrics(self.setting.session, self.pair.decode.url)
+        text = await fetch_metrics(self.setting.session, self.pair.url("decode"))
         found = totals_by(text, "vllm:kvferry_recv_failures_total", "cause")
         return Counter({cause: int(count) for cause, count in found.items()})
 
-    async def usage(self, server: Server) -> tuple[float, float]:
-        """Open requests, and the share of the KV cache in use, after a plain request that brings the figures up to
-        date: vLLM writes them when it steps."""
-        prompt = self.setting.workload.warm_up
-        await self.ended(complete(self.setting.session, server.url, prompt, self.name(prompt)))
-        text = await fetch_metrics(self.setting.session, server.url)
-        return open_requests(text), total(text, "vllm:kv_cache_usage_perc")
+    async def usage(self, role: str) -> tuple[float, float]:
+        """Open requests, and the share of the KV cache in use."""
+        await self.pair.plain(role, ENDS_WITHIN_S)
+        return await self.pair.in_use(role)
 
     async def drained(self, start: dict[str, tuple[float, float]]) -> None:
         """Waits until both servers have no request and no block in use beyond the start's."""
         deadline = time.monotonic() + DRAIN_LIMIT_S
-        for server in (self.pair.prefill, self.pair.decode):
-            role = server.name.split("-")[0]
+        for role in ROLES:
             while True:
-                left, used = await self.usage(server)
+                left, used = await self.usage(role)
                 self.tally.figures[f"{role}_cache_usage_start_ppm"] = round(start[role][1] * 1e6)
                 self.tally.figures[f"{role}_cache_usage_end_ppm"] = round(used * 1e6)
                 if (left, used) <= start[role]:
                     break
                 if time.monotonic() > deadline:
-                    self.tally.bad("requests_open", f"{left:.0f} on {server.name}", int(left))
-                    self.tally.bad("blocks_held", f"cache usage {used} on {server.name}", int(used > start[role][1]))
+                    self.tally.bad("requests_open", f"{left:.0f} on {role}", int(left))
+                    self.tally.bad("blocks_held", f"cache usage {used} on {role}", int(used > start[role][1]))
                     break
                 await asyncio.sleep(1.0)
 
@@ -328,11 +351,9 @@ async def _run(options: Options, folder: Path) -> dict[str, Any]:
     try:
         async with open_session() as session:
             setting = Setting(parse_options([]), model, workload, folder, servers, session)
-            pair = Pair(servers, setting)
-            single = pair.start_baseline()
-            pair.start_prefill()
-            pair.start_decode(POLICIES[0])
-            await servers.wait_ready([single, pair.prefill, pair.decode], session, START_LIMIT_S)
+            pair = Pair(setting)
+            single = servers.start(baseline_spec(model, setting.options))
+            await servers.wait_ready([single, *map(pair.launch, ROLES)], session, START_LIMIT_S)
             baseline = await run_baseline(setting, single)
             servers.stop([single])
             series = Series(setting, pair, baseline, options.seed)
@@ -347,16 +368,14 @@ async def _run(options: Options, folder: Path) -> dict[str, Any]:
     return {
         "zeros": tally.zeros,
         **dict(sorted(tally.figures.items())),
-        "failed_loads_by_cause": dict(sorted(tally.failed_loads.items())),
-        "restart_to_ready_s": _seconds(tally.recoveries_s),
+        "failed_loads_by_cause": dict(sorted(tally.causes.items())),
+        "restart_to_ready_s": _seconds(tally.seconds),
         "notes": tally.notes,
     }
 
 
 async def _rounds(series: Series, options: Options) -> None:
-    start = {
-        server.name.split("-")[0]: await series.usage(server) for server in (series.pair.prefill, series.pair.decode)
-    }
+    start = {role: await series.usage(role) for role in ROLES}
     series.shuffle()
     for number in range(options.rounds):
         await series.kill_prefill()
@@ -371,3 +390,25 @@ async def _rounds(series: Series, options: Options) -> None:
 def run(options: Options) -> dict[str, Any]:
     """The series' figures; what must not happen is under `zeros`."""
     return asyncio.run(_run(options, make_folder("chaos", "vllm-")))
+
+
+async def stop_in_order(servers: ServerGroup, running: list[Server]) -> tuple[list[str], list[str]]:
+    """Ends servers as an operator does, with SIGTERM to the first process of each.
+
+    Returns what processes are left after `GONE_WITHIN_S`, and tracebacks of engines and workers in the servers' last
+    logs. (vLLM's API server logs one of its own, `EngineDeadError`, where its engine has ended before it.)
+    """
+    for server in running:
+        server.child.signal_first(signal.SIGTERM)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (left := servers.left()) and time.monotonic() < deadline:
+        for server in running:
+            server.child.wait(0.01)
+        await asyncio.sleep(0.1)
+    tracebacks = [
+        f"{server.name}: {line}"
+        for server in running
+        for line in server.log.read_text(errors="replace").splitlines()
+        if "Traceback (most recent call last)" in line and not line.startswith("(APIServer")
+    ]
+    return [f"process {pid} after the servers' shutdown" for pid in left], tracebacks

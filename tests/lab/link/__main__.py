@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import signal
 import statistics
@@ -26,11 +27,11 @@ import aiohttp
 from kvferry.bench.plot import svg
 
 from lab.common import DEPS, make_folder, say
-from lab.demo.workload import Prompt
 from lab.link.engines import CHUNK, FAMILIES, LONGEST, PORTIONS, TOKEN_BYTES, Engines, Variant
-from lab.matrix.network import Network
-from lab.servers.client import complete, complete_through
-from lab.servers.launcher import Launcher
+from lab.network import Network, why_not
+from lab.process import preload
+from lab.servers.client import Prompt, complete, complete_through
+from lab.servers.forked import IMPORTED
 from lab.servers.model import VOCAB, make_model
 from lab.servers.proxy import open_session
 from lab.servers.server import ServerFailed, ServerGroup
@@ -239,20 +240,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(options: argparse.Namespace, folder: Path) -> int:
-    network = Network(folder)
-    if not network.two_hosts:
-        say(f"error: {network.why_not}")
+    if (reason := why_not()) is not None:
+        say(f"error: {reason}")
         return 1
-    group = ServerGroup(folder)
+    os.environ.update(server_environment())
+    preload(*IMPORTED)
+    network, group = Network(folder), ServerGroup(folder, forked=True)
     try:
-        launcher = Launcher(group, server_environment(), folder / "launcher.log")
         model = make_model("llama", DEPS / "models")
         async with open_session() as session:
             bench = Bench(options, network, session)
             for number in range(options.rounds):
                 for family in options.families:
                     say(f"round {number + 1} of {options.rounds}: {family.name}")
-                    engines = Engines(family, network, launcher, group, model)
+                    engines = Engines(family, network, group, model)
                     try:
                         await engines.start(session)
                         await bench.warm_up(engines)
@@ -277,7 +278,6 @@ async def _run(options: argparse.Namespace, folder: Path) -> int:
         return 1
     finally:
         group.stop()
-        network.restore()
         network.close()
 
 

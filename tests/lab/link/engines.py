@@ -10,15 +10,12 @@ from typing import Any
 
 import aiohttp
 
-from lab.matrix.network import Network
-from lab.ports import free_port
-from lab.probes.kvferry import STEP_LOG
-from lab.servers.client import SERVED_NAME
-from lab.servers.connectors import KVFERRY_OPTIONS
-from lab.servers.launcher import ForkedServer, Launcher
+from lab.common import free_port
+from lab.network import Network
+from lab.servers.connectors import KVFERRY_OPTIONS, placed
 from lab.servers.proxy import Proxy
-from lab.servers.server import ServerGroup, ServerSpec
-from lab.servers.specs import server_environment
+from lab.servers.server import Server, ServerGroup, ServerSpec
+from lab.servers.specs import base_arguments, server_environment
 
 CHUNK = 128
 """Tokens that a prefill engine computes in a step, so that a prompt of 2,048 takes 16."""
@@ -26,7 +23,6 @@ BLOCK = 32
 LONGEST = 8192
 TOKEN_BYTES = 4096
 """Of the tiny model's cache: 4 layers, K and V, 4 heads of 32 float32."""
-CACHE_BYTES = 256 << 20
 START_LIMIT_S = 900.0
 
 
@@ -80,10 +76,10 @@ NIXL from two threads, and without that thread NIXL ends its process now and the
 class Engines:
     """The servers of one family."""
 
-    def __init__(self, family: Family, network: Network, launcher: Launcher, group: ServerGroup, model: Path) -> None:
+    def __init__(self, family: Family, network: Network, group: ServerGroup, model: Path) -> None:
         self.family = family
-        self._network, self._launcher, self._group, self._model = network, launcher, group, model
-        self._servers: dict[str, ForkedServer] = {}
+        self._network, self._group, self._model = network, group, model
+        self._servers: dict[str, Server] = {}
         self.proxies: dict[str, Proxy] = {}
         self.steps = group.folder / f"steps-{family.name}.jsonl"
 
@@ -108,12 +104,11 @@ class Engines:
         self._group.stop(list(self._servers.values()))
         self.proxies, self._servers = {}, {}
 
-    def _start(self, name: str) -> ForkedServer:
+    def _start(self, name: str) -> Server:
         host = self._network.prefill if name == "prefill" else self._network.decode
         port, side = free_port(), free_port()
         extra: dict[str, Any] = dict(self.family.decodes.get(name, {}))
-        environment = server_environment()
-        environment |= {"VLLM_HOST_IP": host.address, "UCX_NET_DEVICES": host.device}
+        environment = server_environment() | placed(host, side, self.family.is_kvferry)
         config = dict(self.family.config)
         if self.family.is_kvferry:
             extra |= {**KVFERRY_OPTIONS, "port": side, "transport": "tcp"}
@@ -122,22 +117,13 @@ class Engines:
                     "kv_connector": "StepsKvferryConnector",
                     "kv_connector_module_path": "lab.probes.kvferry",
                 }
-                environment[STEP_LOG] = str(self.steps)
-        else:
-            environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host.address, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-            environment["UCX_TLS"] = "tcp,self"
+                environment["KVFERRY_DEMO_STEPS"] = str(self.steps)
         config["kv_role"] = "kv_producer" if name == "prefill" else "kv_consumer"
         config |= {"kv_connector_extra_config": extra, "kv_load_failure_policy": "fail"}
-        arguments = ["--model", str(self._model), "--served-model-name", SERVED_NAME, "--dtype", "float32"]
-        arguments += [
-            "--max-model-len",
-            str(LONGEST + 256),
-            "--hf-overrides",
-            json.dumps({"max_position_embeddings": 16384}),
-        ]
-        arguments += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--block-size", str(BLOCK), "--enforce-eager"]
-        arguments += ["--max-num-batched-tokens", str(CHUNK), "--enable-chunked-prefill", "--no-enable-prefix-caching"]
-        arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(config)]
-        number = len(list(self._group.folder.glob(f"{self.family.name}-{name}-*.log"))) + 1
-        spec = ServerSpec(f"{self.family.name}-{name}-{number}", arguments, environment, port, host.address)
-        return self._launcher.start(spec, host)
+        arguments = base_arguments(self._model, longest=LONGEST + 256)
+        arguments += ["--hf-overrides", json.dumps({"max_position_embeddings": 16384})]
+        arguments += ["--block-size", str(BLOCK), "--enforce-eager", "--max-num-batched-tokens", str(CHUNK)]
+        arguments += ["--enable-chunked-prefill", "--no-enable-prefix-caching"]
+        arguments += ["--kv-transfer-config", json.dumps(config)]
+        log = self._group.numbered(f"{self.family.name}-{name}")
+        return self._group.start(ServerSpec(log, arguments, environment, port, host))

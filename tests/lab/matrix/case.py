@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.matrix.client import LIMIT_S, Oracle, Prompt, as_outcome, body, post
 from lab.matrix.judge import Outcome, Verdict, judge_request
-from lab.matrix.pair import POOL_TOKENS, Pair
+from lab.matrix.oracle import Oracle
+from lab.matrix.pair import Pair
+from lab.matrix.peers import POOL_TOKENS
+from lab.servers.client import LIMIT_S, Answer, Prompt, body, post, prompt_of
 from lab.servers.proxy import ASKED
 
 SHORT, LONG = 600, 1500
@@ -45,6 +47,12 @@ class Reference:
         return replace(self, params={**self.params, **params})
 
 
+def as_outcome(label: str, answer: Answer, expected: tuple[int, ...], count: int = 1) -> Outcome:
+    """An answer, for the judge."""
+    seconds = round(answer.seconds, 1)
+    return Outcome(label, answer.status, answer.choices, expected, count, answer.error, answer.hung, seconds)
+
+
 class Case:
     """One run of one row."""
 
@@ -56,7 +64,7 @@ class Case:
     def prompt(self, length: int = SHORT, max_tokens: int = OUTPUT_TOKENS) -> Prompt:
         """One that no engine has seen."""
         self._prompts += 1
-        return Prompt(f"{self.name}-{self._prompts}", length, max_tokens)
+        return prompt_of(f"{self.name}-{self._prompts}", length, max_tokens)
 
     async def prefill(
         self, prompt: Prompt, request_id: str | None = None, judged: bool = False, n: int = 1, **params: Any
@@ -66,7 +74,7 @@ class Case:
         name = request_id or f"{prompt.name}-request"
         # Said by the single server while nothing waits.
         expected = await self._oracle.tokens(prompt)
-        request = {**body(prompt, kv_transfer_params={**ASKED, **params}, n=n), "max_tokens": 1}
+        request = {**body(prompt, n, kv_transfer_params={**ASKED, **params}), "max_tokens": 1}
         reply = await post(self.pair.session, self.pair.url("prefill"), request, name)
         if reply.error is None and not isinstance(reply.params, dict):
             # There is nothing to hand over: a proxy answers with an error.
@@ -88,13 +96,13 @@ class Case:
     ) -> Outcome:
         """Asks D, and notes what comes of it."""
         expected = await self._oracle.tokens(reference.prompt)
-        more: dict[str, Any] = {"kv_transfer_params": reference.params, "n": n}
+        more: dict[str, Any] = {"kv_transfer_params": reference.params}
         if first_token is not None:
             more["stream"] = True
         reply = await post(
             self.pair.session,
             self.pair.url("decode"),
-            body(reference.prompt, **more),
+            body(reference.prompt, n, **more),
             reference.request_id,
             limit_s,
             first_token.set if first_token is not None else None,
@@ -129,7 +137,7 @@ class Case:
     async def fill(self, role: str) -> None:
         """Other prompts go through all of an engine's pool: every block that is free has theirs afterwards."""
         for _ in range(POOL_TOKENS // _FILLER + 2):
-            prompt = replace(self.prompt(_FILLER), max_tokens=1)
+            prompt = self.prompt(_FILLER, 1)
             reply = await post(self.pair.session, self.pair.url(role), body(prompt), f"{prompt.name}-fill", 4 * LIMIT_S)
             if reply.error is not None:
                 self.outcomes.append(as_outcome(f"plain request to the {role} engine", reply, ()))

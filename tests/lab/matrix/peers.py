@@ -7,15 +7,21 @@ original request to D, and both carry the same `X-Request-Id`, by which the push
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.demo.options import Options
-from lab.servers.connectors import Connector
+from lab.network import Host
+from lab.servers.connectors import Connector, placed
 
 LEASE_S = 10
 """The lease of every connector. The default is 30 s with all of them."""
+
+POOL_TOKENS = 48 * 128
+"""Of an engine: 48 blocks."""
+TOKEN_BYTES = 4096
+"""Of the tiny model: 4 layers, K and V, 4 heads of 32 float32."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,11 @@ USUAL = ("kvferry", "nixl-pull", "nixl-push")
 
 @dataclass(frozen=True)
 class Placed(Connector):
-    """A connector in an engine of a certain address and side channel."""
+    """A connector in an engine of a certain host and side channel."""
 
-    peer: Peer = field(default_factory=lambda: PEERS["kvferry"])
-    address: str = "127.0.0.1"
-    side_port: int = 0
-    device: str = "lo"
+    peer: Peer
+    host: Host
+    side_port: int
     engine_id: str | None = None
 
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
@@ -86,10 +91,5 @@ class Placed(Connector):
         return config
 
     def environment(self, role: str, options: Options, request_log: Path, dump: Path) -> dict[str, str]:
-        """What to add to a server's environment. All move bytes over TCP, as between two hosts."""
-        result = {"VLLM_HOST_IP": self.address, "UCX_NET_DEVICES": self.device}
-        if not self.peer.ours:
-            result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = self.address
-            result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
-            result["UCX_TLS"] = "tcp,self"
-        return result
+        """What to add to a server's environment."""
+        return placed(self.host, self.side_port, self.peer.ours)

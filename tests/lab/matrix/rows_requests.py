@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from lab.matrix.case import Case, Reference
-from lab.matrix.pair import ROLES
 from lab.matrix.rows import row
+from lab.servers.pair import ROLES
 
 UNKNOWN = "cmpl-nobody-has-asked-for-this-0-00000000"
 OUT_OF_RANGE = 1_000_000

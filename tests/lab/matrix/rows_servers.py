@@ -10,10 +10,10 @@ import msgpack
 
 from lab.faults.zmtp import GREETING, Client, frame
 from lab.matrix.case import LONG, CannotRun, Case, check_under_way
-from lab.matrix.client import LIMIT_S
 from lab.matrix.pair import DRAIN_LIMIT_S
 from lab.matrix.peers import LEASE_S
 from lab.matrix.rows import row
+from lab.servers.client import LIMIT_S
 
 GARBAGE = 300
 FIREWALLED_S = 2.0

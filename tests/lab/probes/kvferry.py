@@ -1,7 +1,4 @@
-"""kvferry's connector, which also writes down when each step of its engine begins, and how many tokens it computes.
-
-vLLM loads this module by `kv_connector_module_path`.
-"""
+"""kvferry's connector with the dump of `cache_dump.py`, or with a line for each step of its engine."""
 
 from __future__ import annotations
 
@@ -12,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.vllm import KvferryConnector
 
+from lab.probes.cache_dump import CacheDump
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-STEP_LOG = "KVFERRY_DEMO_STEPS"
+
+class DumpedKvferryConnector(CacheDump, KvferryConnector):
+    """`KvferryConnector`, which also writes down what it sent and received."""
 
 
 class StepsKvferryConnector(KvferryConnector):
-    """A line per step in the file that KVFERRY_DEMO_STEPS names: seconds since 1970, and tokens."""
+    """A line per step in the file that KVFERRY_DEMO_STEPS names: seconds since 1970 when it begins, and its tokens."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """As the connector's own."""
         line = {"at": time.time(), "tokens": scheduler_output.total_num_scheduled_tokens}
-        with open(os.environ[STEP_LOG], "a", encoding="utf-8") as log:
+        with open(os.environ["KVFERRY_DEMO_STEPS"], "a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         return super().build_connector_meta(scheduler_output)

@@ -1,4 +1,5 @@
-"""vLLM's stock NixlConnector, observed, and the same without its two costly settings.
+"""vLLM's stock NixlConnector, observed, the same without its two costly settings, and both with the dump of
+`cache_dump.py`.
 
 `ObservedNixlConnector` behaves as the stock connector: it only writes down what NIXL's telemetry says of each
 finished read, one JSON line per rank and request, into the file that KVFERRY_REQUEST_LOG names.
@@ -6,8 +7,6 @@ finished read, one JSON line per rank and request, into the file that KVFERRY_RE
 `QuietNixlConnector` additionally has NIXL's progress thread off and leaves the worker's CPU affinity alone. As
 shipped the progress thread burns a core per worker even when idle, and every worker pins its main thread to the
 machine's last core. Neither can be chosen by an option of the connector, so both are replaced while the worker is made.
-
-vLLM loads this module by `kv_connector_module_path`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from lab.probes.cache_dump import CacheDump
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,26 +59,17 @@ class _Observer:
                 result = self._telemetry.pop(handle if isinstance(handle, int) else id(handle), None)
                 if result is not None:
                     sums[0] += result.totalBytes
-                    sums[1] = max(sums[1], result.xferDuration / 1e3)
+                    sums[1] = max(sums[1], result.xferDuration)
             if request in done:
-                self._write(request, *self._sums.pop(request), failed=request in failed)
+                self._write(request, *self._sums.pop(request))
         return done, failed
 
-    def _write(self, request: str, size: float, duration_ms: float, *, failed: bool) -> None:
+    def _write(self, request: str, size: float, duration_us: float) -> None:
         meta = self._worker._recving_metadata.get(request)
-        line = {
-            "request_id": request,
-            "remote_request_id": meta.remote.request_id if meta is not None and meta.remote is not None else None,
-            "pp_rank": get_pp_group().rank_in_group,
-            "tp_rank": get_tensor_model_parallel_rank(),
-            "blocks": sum(len(group) for group in meta.local_block_ids) if meta is not None else None,
-            "bytes": int(size),
-            "transfer_ms": duration_ms,
-            "cause": "transfer failed" if failed else None,
-        }
+        blocks = sum(len(group) for group in meta.local_block_ids) if meta is not None else 0
         # One write to a file opened for appending: lines of several ranks do not mix.
         with open(self._path, "a", encoding="utf-8") as log:
-            log.write(json.dumps(line) + "\n")
+            log.write(json.dumps([request, blocks, int(size), duration_us]) + "\n")
 
 
 class ObservedNixlConnector(NixlPullConnector):
@@ -115,3 +106,11 @@ class QuietNixlConnector(ObservedNixlConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         with _quiet():
             super().__init__(vllm_config, role, kv_cache_config)
+
+
+class DumpedNixlConnector(CacheDump, ObservedNixlConnector):
+    """`ObservedNixlConnector`, which also writes down what it sent and received."""
+
+
+class DumpedQuietNixlConnector(CacheDump, QuietNixlConnector):
+    """`QuietNixlConnector`, which also writes down what it sent and received."""

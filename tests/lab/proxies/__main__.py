@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +16,16 @@ from typing import Any
 import aiohttp
 import vllm
 
-from lab.common import DEPS, ROOT, make_folder, say
-from lab.ports import free_port
+from lab.common import DEPS, ROOT, free_port, make_folder, say
+from lab.process import Child
 from lab.proxies.kinds import ADAPTER_NAME, Kinds
 from lab.proxies.programs import AT_ONCE, HOST, PROGRAMS, STATEFUL, Place, Program, parse_options
-from lab.servers.client import SERVED_NAME
+from lab.servers.client import ask
 from lab.servers.metrics import Counters, fetch_metrics, parse_counters
 from lab.servers.model import ADAPTER_RANK, make_model, write_adapter
 from lab.servers.proxy import Proxy, open_session
 from lab.servers.server import Server, ServerFailed, ServerGroup, ServerSpec
-from lab.servers.specs import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
+from lab.servers.specs import base_arguments, server_environment
 
 SOURCES = DEPS / "vllm-source"
 START_LIMIT_S = 600.0
@@ -99,17 +97,15 @@ class Servers:
             role = "kv_producer" if side == "prefill" else "kv_consumer"
         policy = "recompute" if side == "prefill" else "fail"
         config |= {"engine_id": place.engine_id, "kv_role": role, "kv_load_failure_policy": policy}
-        arguments = ["--model", str(self._model), "--served-model-name", SERVED_NAME, "--dtype", "float32"]
-        arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-        arguments += ["--chat-template", str(self._template), "--scheduling-policy", "priority", "--enforce-eager"]
+        arguments = [*base_arguments(self._model), "--chat-template", str(self._template)]
+        arguments += ["--scheduling-policy", "priority", "--enforce-eager"]
         if self._stateful:
             # As in `engines.py`; and so few blocks that requests are preempted.
             arguments += ["--no-enable-prefix-caching", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
         else:
             arguments += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)]
             arguments += ["--lora-modules", f"{ADAPTER_NAME}={self._adapter}"]
-        arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
-        arguments += [json.dumps({**config, "kv_connector_extra_config": extra})]
+        arguments += ["--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})]
         environment = server_environment()
         if side == self._options.installed:
             paths = environment["PYTHONPATH"].split(os.pathsep)
@@ -119,25 +115,6 @@ class Servers:
         server = self._group.start(ServerSpec(name, arguments, environment))
         self._running[name] = server, place
         return server
-
-
-async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int, **more: Any) -> list[int]:
-    """The greedy answer to a prompt, of exactly `tokens` tokens. Raises `ServerFailed` with what was said instead."""
-    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    body |= {"return_token_ids": True, "stream": True, **more}
-    said: list[int] = []
-    async with session.post(
-        f"{url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=None, sock_read=300)
-    ) as response:
-        text = (await response.read()).decode(errors="replace")
-    for line in text.splitlines():
-        payload = line.removeprefix("data:").strip()
-        if line.startswith("data:") and payload != "[DONE]":
-            for choice in json.loads(payload).get("choices", ()):
-                said += choice.get("token_ids") or ()
-    if response.status != 200 or len(said) != tokens:
-        raise ServerFailed(f"HTTP {response.status}, {len(said)} of {tokens} tokens: {text[-300:]}")
-    return said
 
 
 class Run:
@@ -157,7 +134,7 @@ class Run:
         self._dice = random.Random(name)
         self.url = f"http://{HOST}:{self._place.proxy}"
         self._name, self._log = name, folder / f"proxy-{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     def _tokens(self, count: int) -> list[int]:
         return [self._dice.randrange(10, 500) for _ in range(count)]
@@ -172,12 +149,9 @@ class Run:
         else:
             command = [sys.executable, str(SOURCES / vllm.__version__ / self._program.path)]
         command += self._program.arguments(self._place)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
+        self._child = Child.program(command, self._log, environment)
         for _ in range(120):
-            if self._process.poll() is not None:
+            if self._child.poll() is not None:
                 raise ServerFailed(f"{self._name} ended:\n{self._log.read_text(errors='replace')[-2000:]}")
             try:
                 await asyncio.get_running_loop().create_connection(asyncio.Protocol, HOST, self._place.proxy)
@@ -190,19 +164,14 @@ class Run:
             try:
                 await ask(self._session, self.url, self._tokens(64), 4)
                 return
-            except (ServerFailed, aiohttp.ClientError) as error:
+            except ServerFailed as error:
                 say(f"  the first hand-over failed (attempt {attempt + 1}): {str(error)[:200]}")
         raise ServerFailed(f"{WARM_UPS} hand-overs through {self._name} failed; its log is {self._log}")
 
     def stop(self) -> None:
         """Ends the proxy."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._child is not None:
+            self._child.stop(20)
 
     async def _counters(self, server: Server) -> Counters:
         return parse_counters(await fetch_metrics(self._session, server.url))
@@ -212,7 +181,7 @@ class Run:
         line.requests += 1
         try:
             said = await ask(self._session, self.url, prompt, tokens, **more)
-        except (ServerFailed, aiohttp.ClientError) as error:
+        except ServerFailed as error:
             line.notes.append(str(error)[:200])
             return None
         expected = await ask(self._session, self._decode.url, prompt, tokens, cache_salt=f"alone-{line.requests}")

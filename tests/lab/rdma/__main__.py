@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from lab.common import ROOT
 from lab.rdma import packages
 from lab.rdma.machine import POLL_S, Machine, Shape, appears
 
@@ -91,7 +92,7 @@ def run(asked: argparse.Namespace, accel: str, root: Path, folder: Path) -> int 
 
 def main() -> int:
     asked = parse()
-    root = Path(__file__).resolve().parents[3]
+    root = ROOT
     # So that `finally` is reached.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     accels = [asked.accel]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.process import Child
 from lab.rdma.packages import Packages
 
 POLL_S = 0.05
@@ -33,7 +33,7 @@ class Machine:
 
     def __init__(self, number: int, shape: Shape, packages: Packages, folder: Path, links: list[Path]) -> None:
         self.number, self.shape, self.packages, self.folder, self.links = number, shape, packages, folder, links
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._told = 0
 
     def start(self, command: str, root: Path, environment: Mapping[str, str]) -> None:
@@ -52,14 +52,8 @@ class Machine:
         lines += ["ulimit -l unlimited", f"cd {shlex.quote(str(root))}", command]
         (self.folder / "command").write_text("\n".join(lines) + "\n")
         (self.folder / "needed").write_text("".join(f"{path}\n" for path in hidden([root, Path(sys.base_prefix)])))
-        self._process = subprocess.Popen(
-            self._qemu(),
-            stdin=subprocess.DEVNULL,
-            stdout=(self.folder / "console").open("wb"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "LD_LIBRARY_PATH": self.packages.libraries},
-            start_new_session=True,
-        )
+        environment = {**os.environ, "LD_LIBRARY_PATH": self.packages.libraries}
+        self._child = Child.program(self._qemu(), self.folder / "console", environment)
 
     def _qemu(self) -> list[str]:
         words = f"console=ttyS0 panic=-1 quiet mitigations=off loglevel=4 NUMBER={self.number}"
@@ -72,20 +66,7 @@ class Machine:
             if self.shape.accel == "kvm"
             else ["-accel", "tcg,thread=multi", "-cpu", "max"]
         )
-        # It ends with this program, however that ends.
-        arguments = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            str(self.packages.qemu),
-            *how,
-            "-machine",
-            "q35",
-            "-m",
-            str(self.shape.memory),
-            "-smp",
-            "2",
-        ]
+        arguments = [str(self.packages.qemu), *how, "-machine", "q35", "-m", str(self.shape.memory), "-smp", "2"]
         for folder in self.packages.firmware:
             arguments += ["-L", str(folder)]
         arguments += ["-nographic", "-monitor", "none", "-no-reboot", "-nodefaults", "-serial", "stdio"]
@@ -111,7 +92,7 @@ class Machine:
 
     def is_over(self) -> bool:
         """Whether it has ended."""
-        return self._process is not None and self._process.poll() is not None
+        return self._child is not None and self._child.poll() is not None
 
     def code(self) -> int | None:
         """The command's exit code; None if it did not end."""
@@ -141,9 +122,8 @@ class Machine:
 
     def stop(self) -> None:
         """Ends it, whatever it does."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._child is not None:
+            self._child.kill()
 
 
 def hidden(paths: list[Path]) -> list[Path]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.common import free_port
 from lab.demo.cache_check import DUMP_FOLDER
 from lab.demo.options import Options
-from lab.ports import free_port
+from lab.network import Host
 
 # Where each rank of the decode engine tells of its receives: kvferry's in a trace of its own, the observer of the stock
 # connector's in a line each.
@@ -37,9 +39,25 @@ KVFERRY_OPTIONS = {
 }
 
 
+class Connector(ABC):
+    """What a server is given of its connector."""
+
+    @abstractmethod
+    def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
+        """The value of --kv-transfer-config."""
+
+    def arguments(self, role: str, options: Options) -> list[str]:
+        """vLLM's arguments for this connector."""
+        return ["--kv-transfer-config", json.dumps(self.transfer_config(role, options))]
+
+    def environment(self, role: str, options: Options, request_log: Path, dump: Path) -> dict[str, str]:
+        """What to add to a server's environment."""
+        return {}
+
+
 @dataclass(frozen=True)
-class Connector:
-    """One selectable connector."""
+class Selectable(Connector):
+    """One that the demo can be told to run."""
 
     name: str
     # Whether its engines get a plain request and a hand-over that does not count before the first one that does.
@@ -65,7 +83,7 @@ class Connector:
                 return {"kv_connector": "KvferryConnector", **config}
             return {
                 "kv_connector": "DumpedKvferryConnector",
-                "kv_connector_module_path": "lab.probes.kvferry_dump",
+                "kv_connector_module_path": "lab.probes.kvferry",
                 **config,
             }
         name = "QuietNixlConnector" if self.name == "stock-quiet" else "ObservedNixlConnector"
@@ -73,15 +91,11 @@ class Connector:
             name = "DumpedQuietNixlConnector" if self.name == "stock-quiet" else "DumpedNixlConnector"
         return {
             "kv_connector": name,
-            "kv_connector_module_path": "lab.probes.nixl_dump" if options.check_bytes else "lab.probes.nixl",
+            "kv_connector_module_path": "lab.probes.nixl",
             "kv_buffer_device": "cpu",
             **({"kv_connector_extra_config": {"backends": ["KVFERRY"]}} if self.name == "stock-plugin" else {}),
             **config,
         }
-
-    def arguments(self, role: str, options: Options) -> list[str]:
-        """vLLM's arguments for this connector."""
-        return ["--kv-transfer-config", json.dumps(self.transfer_config(role, options))]
 
     def environment(self, role: str, options: Options, request_log: Path, dump: Path) -> dict[str, str]:
         """What to add to a server's environment."""
@@ -103,9 +117,18 @@ class Connector:
 
 
 CONNECTORS = {
-    "kvferry": Connector("kvferry", warm_up=False),
-    "kvferry-at-once": Connector("kvferry-at-once", warm_up=False, at_once=True),
-    "stock": Connector("stock", warm_up=True),
-    "stock-quiet": Connector("stock-quiet", warm_up=True),
-    "stock-plugin": Connector("stock-plugin", warm_up=True),
+    "kvferry": Selectable("kvferry", warm_up=False),
+    "kvferry-at-once": Selectable("kvferry-at-once", warm_up=False, at_once=True),
+    "stock": Selectable("stock", warm_up=True),
+    "stock-quiet": Selectable("stock-quiet", warm_up=True),
+    "stock-plugin": Selectable("stock-plugin", warm_up=True),
 }
+
+
+def placed(host: Host, side_port: int, is_kvferry: bool) -> dict[str, str]:
+    """The environment of an engine on a host: all move bytes over TCP, as between two hosts."""
+    found = {"VLLM_HOST_IP": host.address, "UCX_NET_DEVICES": host.device}
+    if is_kvferry:
+        return found
+    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host.address, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+    return {**found, **side, "UCX_TLS": "tcp,self"}

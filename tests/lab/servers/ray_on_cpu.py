@@ -10,6 +10,7 @@ CPUs.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 
 def register() -> str:
@@ -25,3 +26,14 @@ def environment(ranks: int) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def write_plugin(folder: Path) -> Path:
+    """Makes `folder`, which holds nothing else, a place on PYTHONPATH where vLLM finds the platform: in every process
+    that it starts, Ray's actors included, it looks for the entry points of distributions."""
+    info = folder / "kvferry_demo_plugins-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-demo-plugins\nVersion: 0\n")
+    entry = "kvferry_demo_ray = lab.servers.ray_on_cpu:register"
+    (info / "entry_points.txt").write_text(f"[vllm.platform_plugins]\n{entry}\n")
+    return folder

@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
-from lab.common import say
-from lab.ports import free_port
+from lab.common import free_port, say
+from lab.network import LOOPBACK, Host
+from lab.process import Child, Stuck, processes, stat
+from lab.servers.forked import SERVER, serve
 
 # Marks every process of this run in its environment, so that those that leave their process group (Ray's daemons)
 # are found again and nothing else is ever touched.
 RUN_TAG = "KVFERRY_DEMO_RUN"
 
-_PR_SET_PDEATHSIG = 1
 _STOP_LIMIT_S = 20.0
 _TAIL_LINES = 25
 _TAIL_ERRORS = 12
 _ERROR = re.compile(r"\b\w*(Error|ERROR|Exception)\b:?")
-
-
-def _begin() -> None:
-    """Gives the server a process group, and has the kernel end it when this program is killed outright.
-
-    Not a session of its own: Linux shares processors between sessions before it does between threads (autogroup), and
-    on few of them a thread then waits long beside another session's. In each of thirteen runs with 100 hand-overs on
-    two processors a thread of kvferry's waited 18 to 232 ms for one (`perf sched`), and the longest hand-over took 94
-    to 276 ms. In nine runs in one session none waited longer than 20 ms, and the longest took 76 to 106. Two engines of
-    two pipeline stages had not finished 40 prompts after 280 s in sessions of their own; in one session the longest
-    hand-over took 0.4 s.
-    """
-    os.setpgrp()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class ServerFailed(RuntimeError):
@@ -58,41 +45,30 @@ class ServerSpec:
     environment: dict[str, str]
     # Where it answers; None takes a free port.
     port: int | None = None
-    host: str = "127.0.0.1"
+    host: Host = LOOPBACK
 
 
 class Server:
     """One running server."""
 
-    def __init__(self, spec: ServerSpec, folder: Path, tag: str) -> None:
-        self.name = spec.name
-        self.host = spec.host
+    def __init__(self, spec: ServerSpec, folder: Path, tag: str, forked: bool) -> None:
+        self.name, self.host = spec.name, spec.host.address
         self.port = free_port() if spec.port is None else spec.port
         self.log = folder / f"{spec.name}.log"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", self.host, "--port", str(self.port), *spec.arguments]
-        environment = {**spec.environment, RUN_TAG: tag}
-        with self.log.open("wb") as log:
-            log.write((" ".join(command) + "\n").encode())
-            log.flush()
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_begin,
-            )
+        arguments = ["--host", self.host, "--port", str(self.port), *spec.arguments]
+        self.log.write_text(" ".join(arguments) + "\n")
+        # vLLM ends its own processes when it is told to end.
+        if forked:
+            more = (arguments, self.log, spec.host)
+            self.child = Child.forked(serve, *more, environment=spec.environment, deadly=signal.SIGTERM)
+        else:
+            command = [sys.executable, "-m", SERVER, *arguments]
+            self.child = Child.program(command, self.log, {**spec.environment, RUN_TAG: tag}, deadly=signal.SIGTERM)
 
     @property
     def url(self) -> str:
         """Where it answers."""
         return f"http://{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """The process id, which is also that of its process group."""
-        return self._process.pid
 
     def tail(self) -> str:
         """The end of its log, after the first errors in it: vLLM tells the cause long before its last line."""
@@ -103,7 +79,7 @@ class Server:
 
     def check_alive(self) -> None:
         """Raises ServerFailed when the process is gone."""
-        status = self._process.poll()
+        status = self.child.poll()
         if status is not None:
             raise ServerFailed(
                 f"the {self.name} server ended with status {status}; the end of {self.log}:\n{self.tail()}"
@@ -115,46 +91,30 @@ class Server:
         try:
             async with session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
                 return bool(answer.status == 200)
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError):
             return False
-
-    def signal_first(self, number: int) -> None:
-        """Sends a signal to the server's first process only, as an operator does."""
-        self._process.send_signal(number)
-
-    def signal_group(self, number: int) -> None:
-        """Sends a signal to the server and its process group."""
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
-
-    def reap(self, limit_s: float) -> bool:
-        """Waits for the server's own process; whether it has ended."""
-        try:
-            self._process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
 
 class ServerGroup:
-    """All servers of a run, each in a process group of its own."""
+    """All servers of a run. With `forked`, they are forked from a process that has `forked.IMPORTED`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forked: bool = False) -> None:
         self.folder = folder
         self.tag = uuid.uuid4().hex
+        self._forked = forked
         self._servers: list[Server] = []
+        self._starts: Counter[str] = Counter()
+
+    def numbered(self, name: str) -> str:
+        """A name with the number of its start, for a log of its own."""
+        self._starts[name] += 1
+        return f"{name}-{self._starts[name]}"
 
     def start(self, spec: ServerSpec) -> Server:
         """Starts a server without waiting for it."""
-        server = Server(spec, self.folder, self.tag)
-        self.add(server)
-        return server
-
-    def add(self, server: Server) -> None:
-        """Takes over a process that carries this run's mark."""
+        server = Server(spec, self.folder, self.tag, self._forked)
         self._servers.append(server)
+        return server
 
     async def wait_ready(self, servers: Iterable[Server], session: aiohttp.ClientSession, limit_s: float) -> None:
         """Waits until all of `servers` answer, telling on stderr what it waits for."""
@@ -177,67 +137,53 @@ class ServerGroup:
                 say(f"  waiting for {names}: {now - begin:.0f} s")
             await asyncio.sleep(0.5 if waiting else 0)
 
-    def processes(self, server: Server | None = None) -> list[int]:
-        """Processes of `server`'s group, by default all that carry this run's mark."""
-        found = _tagged_processes(self.tag)
-        return found if server is None else [pid for pid in found if _group_of(pid) == server.pid]
+    def left(self) -> list[int]:
+        """Processes that carry this run's mark."""
+        return _tagged_processes(self.tag)
 
     def cpu_s(self, servers: Iterable[Server]) -> float:
         """Seconds of processor time that the processes of `servers` have used."""
         # By group and not by the mark: vLLM's workers write their titles over their environment.
-        groups = {server.pid for server in servers}
-        everyone = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return sum(_cpu_s(pid) for pid in everyone if _group_of(pid) in groups)
+        return sum(_cpu_s(pid) for server in servers for pid in server.child.group())
+
+    async def kill(self, server: Server, limit_s: float) -> None:
+        """SIGKILL to all processes of a server, and waits until they are gone and their ports free."""
+        try:
+            await asyncio.to_thread(server.child.kill, limit_s)
+        except Stuck as stuck:
+            raise ServerFailed(f"{server.name}: {stuck}") from None
+        self._servers.remove(server)
 
     def stop(self, servers: Iterable[Server] | None = None) -> None:
         """Ends `servers`, by default all, with every process that they started."""
         chosen = list(self._servers if servers is None else servers)
         for server in chosen:
-            server.signal_group(signal.SIGTERM)
+            server.child.signal_group(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_LIMIT_S
         for server in chosen:
-            server.reap(max(0.1, deadline - time.monotonic()))
+            server.child.wait(max(0.1, deadline - time.monotonic()))
         for server in chosen:
-            server.signal_group(signal.SIGKILL)
-            server.reap(_STOP_LIMIT_S)
+            server.child.kill()
             self._servers.remove(server)
         if not self._servers:
-            for pid in _tagged_processes(self.tag):
-                try:
+            for pid in self.left():
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-
-
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def _cpu_s(pid: int) -> float:
-    try:
-        # After the command's name, which may hold anything: the third field and on.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = stat(Path(f"/proc/{pid}"))
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _tagged_processes(tag: str) -> list[int]:
     """Processes that were started with this run's tag in their environment, other than this one."""
     wanted = f"{RUN_TAG}={tag}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environment.split(b"\0"):
-            found.append(int(entry.name))
+    for pid in processes():
+        with suppress(OSError):
+            if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
     return found
 
 

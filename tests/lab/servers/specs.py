@@ -11,7 +11,6 @@ from lab.demo.options import Options, Shape
 from lab.servers import ray_on_cpu
 from lab.servers.client import SERVED_NAME
 from lab.servers.connectors import Connector
-from lab.servers.plugin import write_plugins
 from lab.servers.server import ServerSpec
 
 MAX_MODEL_LEN = 2048
@@ -62,17 +61,22 @@ def _python_path(options: Options) -> str:
     """Where the server finds the demo's own modules and plug-ins."""
     if options.executor != "ray":
         return _own_path()
-    plugins = {"vllm.platform_plugins": "lab.servers.ray_on_cpu:register"}
-    return f"{_own_path()}:{write_plugins(DEPS / 'demo-plugins' / 'ray', plugins)}"
+    return f"{_own_path()}:{ray_on_cpu.write_plugin(DEPS / 'demo-plugins' / 'ray')}"
 
 
-def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
-    arguments = ["--model", str(model), "--served-model-name", SERVED_NAME]
+def base_arguments(
+    model: Path, dtype: str = "float32", longest: int = MAX_MODEL_LEN, cache_bytes: int = KV_CACHE_BYTES
+) -> list[str]:
+    """Of every server: its model, and how much it takes."""
+    arguments = ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", dtype]
+    arguments += ["--max-model-len", str(longest), "--kv-cache-memory-bytes", str(cache_bytes)]
+    return [*arguments, "--disable-uvicorn-access-log"]
+
+
+def _arguments(model: Path, shape: Shape, options: Options, cache_bytes: int = KV_CACHE_BYTES) -> list[str]:
     # vLLM's CPU kernel for gated delta nets takes nothing else.
     dtype = "bfloat16" if options.model == "gdn" else "float32"
-    arguments += ["--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN)]
-    arguments += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-    arguments += ["--disable-uvicorn-access-log"]
+    arguments = base_arguments(model, dtype, cache_bytes=cache_bytes)
     if shape.block is not None:
         arguments += ["--block-size", str(shape.block)]
     if options.model == "mla":
@@ -95,11 +99,18 @@ def baseline_spec(model: Path, options: Options) -> ServerSpec:
     return ServerSpec("baseline", _arguments(model, Shape(block=options.decode.block), options), server_environment())
 
 
-def engine_spec(role: str, model: Path, options: Options, connector: Connector, outputs: Outputs) -> ServerSpec:
+def engine_spec(
+    role: str,
+    model: Path,
+    options: Options,
+    connector: Connector,
+    outputs: Outputs,
+    cache_bytes: int = KV_CACHE_BYTES,
+) -> ServerSpec:
     """The prefill (kv_producer) or decode (kv_consumer) server."""
     producer = role == "kv_producer"
     shape = options.prefill if producer else options.decode
-    arguments = _arguments(model, shape, options)
+    arguments = _arguments(model, shape, options, cache_bytes)
     if options.executor == "ray" or shape.ranks > 1:
         arguments += ["--distributed-executor-backend", options.executor]
     larger = (shape.block or 0) > (options.prefill.block or shape.block or 0)

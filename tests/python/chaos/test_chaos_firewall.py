@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from lab.engines.engine import Done, Setup
 from lab.faults import firewall, series
-from lab.faults.options import Options
+from lab.faults.series import Options
+from lab.network import Host
 
 READ_S = 0.005
 
@@ -94,18 +95,22 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     clock = SimpleNamespace(monotonic=lambda: made.now, sleep=sleep)
 
     @contextlib.contextmanager
-    def hosts(addresses: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-        yield {host: host for host in addresses}
+    def network(hosts: Mapping[str, Sequence[str]]) -> Iterator[Any]:
+        found = {name: Host(addresses[0], (), "eth0", name) for name, addresses in hosts.items()}
+        yield SimpleNamespace(
+            hosts=found,
+            decode=found["decode"],
+            swallow=lambda *_: set_shut(True),
+            deliver=lambda *_: set_shut(False),
+        )
 
     def set_shut(shut: bool) -> None:
         made.shut = shut
 
     monkeypatch.setattr(series, "time", clock)
     monkeypatch.setattr(firewall, "time", clock)
-    monkeypatch.setattr(firewall, "hosts", hosts)
-    monkeypatch.setattr(firewall, "Child", lambda setup: FakeChild(made, setup))
-    monkeypatch.setattr(firewall, "swallow", lambda *_: set_shut(True))
-    monkeypatch.setattr(firewall, "deliver", lambda *_: set_shut(False))
+    monkeypatch.setattr(firewall, "Network", network)
+    monkeypatch.setattr(firewall, "RemoteEngine", lambda setup: FakeChild(made, setup))
     return made
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from commands import ROOT, skip
-from lab.matrix.network import dropped_packets
+from lab.network import dropped_packets
 
 LISTING = """\
 Chain INPUT (policy DROP 7 packets, 420 bytes)
@@ -22,7 +22,7 @@ Chain INPUT (policy DROP 7 packets, 420 bytes)
 PROBE = """
 import json, socket, subprocess, sys
 from pathlib import Path
-from lab.matrix.network import Network
+from lab.network import Network, why_not
 
 CONNECT = '''
 import socket, sys
@@ -37,15 +37,15 @@ def connect(network, port):
     words = (*words, network.prefill.address, str(port))
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout, network.dropped()
 
+if (reason := why_not()) is not None:
+    print(json.dumps({"why_not": reason}))
+    sys.exit()
 try:
     network = Network(Path(sys.argv[1]))
 except (OSError, subprocess.CalledProcessError) as problem:
     print(json.dumps({"why_not": repr(problem)}))
     sys.exit()
 try:
-    if network.why_not is not None:
-        print(json.dumps({"why_not": network.why_not}))
-        sys.exit()
     network.firewall([9000, 9001])
     shut = [("before", network.dropped()), connect(network, 9001), connect(network, 9002)]
     network.restore()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from doctor_command import Told, doctor
-from lab.ports import free_port
+from lab.common import free_port
 
 
 @pytest.fixture(scope="session")

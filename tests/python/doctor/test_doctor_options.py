@@ -15,7 +15,7 @@ from kvferry.cli import main
 from kvferry.cli.config import any_config
 from kvferry.doctor import child
 from kvferry.doctor.examine import Asked
-from lab.ports import free_port
+from lab.common import free_port
 
 
 def test_wrong_options() -> None:

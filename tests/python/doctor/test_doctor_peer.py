@@ -15,7 +15,7 @@ import pytest
 from doctor_command import Told, doctor
 from kvferry import Listener, Worker
 from kvferry.cli import main
-from lab.ports import free_port
+from lab.common import free_port
 
 pytestmark = pytest.mark.slow
 

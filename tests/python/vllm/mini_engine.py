@@ -515,7 +515,7 @@ class Engine:
         """What the client got."""
         return self.answers[request]
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """As at the end of vLLM's processes."""
         self.worker.shutdown()
         self.scheduler.shutdown()

@@ -10,12 +10,13 @@ import pytest
 from lab.matrix import case as matrix_case
 from lab.matrix import rows_servers as matrix_rows_servers
 from lab.matrix import run as matrix
-from lab.matrix.client import Prompt, Reply
 from lab.matrix.judge import Cell, EngineAfter
-from lab.matrix.pair import ROLES
 from lab.matrix.peers import PEERS
 from lab.matrix.rows import Row, all_rows
 from lab.matrix.run import Matrix
+from lab.servers.client import Answer as Reply
+from lab.servers.client import Prompt
+from lab.servers.pair import ROLES
 
 TOKENS = (5, 6, 7, 8)
 KEYS = 14
@@ -39,7 +40,7 @@ HUNG = Reply(error="no end within 60 s", hung=True)
 class MiniNetwork:
     """A link that carries and drops what the test says."""
 
-    two_hosts, why_not = True, None
+    why_not = None
 
     def __init__(self) -> None:
         self.sent, self.dropped_packets = 0, 0
@@ -74,7 +75,7 @@ class MiniPair:
     def url(self, role: str) -> str:
         return role
 
-    def running(self, role: str) -> bool:
+    def is_up(self, role: str) -> bool:
         return role not in self.killed
 
     async def restore(self) -> bool:
@@ -125,7 +126,7 @@ class MiniMatrix:
         # How long a request takes that hangs.
         self.hang_s = 0.0
         self.asked: list[str] = []
-        self._matrix = Matrix(None, self.pair.network, None, self)
+        self._matrix = Matrix(None, self.pair.network, self)
         monkeypatch.setattr(self._matrix, "pair_for", lambda *_: self.pair)
         monkeypatch.setattr(matrix_case, "post", self._post)
         monkeypatch.setattr(matrix_rows_servers, "LEASE_S", 0)

@@ -8,17 +8,19 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from lab.common import free_port
 from lab.matrix import run as matrix
 from lab.matrix.case import Case
-from lab.matrix.client import Reply
 from lab.matrix.judge import EngineAfter, Verdict
-from lab.matrix.network import Host
 from lab.matrix.pair import Pair
 from lab.matrix.peers import PEERS
 from lab.matrix.rows import Row
-from lab.ports import free_port
+from lab.network import LOOPBACK
+from lab.servers.client import Answer as Reply
 from lab.servers.server import ServerFailed
 from mini_matrix import FAILED, GONE, HUNG, KEYS, RIGHT, TOKENS, WRONG, MiniMatrix
+
+ON_LOOPBACK = SimpleNamespace(hosts=dict.fromkeys(("prefill", "decode"), LOOPBACK))
 
 
 @pytest.fixture
@@ -100,19 +102,17 @@ def test_an_engine_counts_as_running_when_it_has_come_up(monkeypatch: pytest.Mon
         return HUNG
 
     setting = SimpleNamespace(session=None, servers=SimpleNamespace(wait_ready=wait_ready))
-    pair = Pair(setting, None, None, PEERS["kvferry"])
-    monkeypatch.setattr(pair, "_start", lambda role: None)
+    pair = Pair(setting, ON_LOOPBACK, PEERS["kvferry"])
+    monkeypatch.setattr(pair, "launch", lambda role: pair.running.update({role: None}))
     monkeypatch.setattr(pair, "plain", plain)
     with pytest.raises(ServerFailed, match="no end within 60 s" if ready else "no answer within 900 s"):
         asyncio.run(pair.start("decode"))
-    assert pair.running("decode") == ready
+    assert pair.is_up("decode") == ready
 
 
 async def _forget_on_a_dead_server() -> None:
     async with aiohttp.ClientSession() as session:
-        host = Host("127.0.0.1", (), "lo")
-        network = SimpleNamespace(prefill=host, decode=host)
-        pair = Pair(SimpleNamespace(session=session), network, None, PEERS["kvferry"])
+        pair = Pair(SimpleNamespace(session=session, servers=None), ON_LOOPBACK, PEERS["kvferry"])
         pair.ports["decode"] = free_port()
         await pair.forget("decode")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from lab.matrix.case import Reference
-from lab.matrix.client import Prompt, body
 from lab.matrix.rows import all_rows, row
 from lab.matrix.rows_requests import OUT_OF_RANGE, _moved, _other_type
+from lab.servers.client import body, prompt_of
 
 
 def test_each_fault_has_a_row_that_says_what_it_does() -> None:
@@ -37,12 +37,12 @@ def test_block_ids_keep_their_nesting() -> None:
 
 
 def test_prompts_differ_from_their_first_token_on() -> None:
-    prompts = [Prompt(f"p-{number}", 300, 8) for number in range(20)]
-    assert len({tuple(prompt.tokens[:4]) for prompt in prompts}) == len(prompts)
-    assert body(prompts[0])["prompt"] == prompts[0].tokens
+    prompts = [prompt_of(f"p-{number}", 300, 8) for number in range(20)]
+    assert len({prompt.tokens[:4] for prompt in prompts}) == len(prompts)
+    assert body(prompts[0])["prompt"] == list(prompts[0].tokens)
 
 
 def test_a_changed_reference_leaves_the_other_alone() -> None:
-    reference = Reference(Prompt("p", 10, 1), "id", {"remote_port": 1, "remote_host": "a"})
+    reference = Reference(prompt_of("p", 10, 1), "id", {"remote_port": 1, "remote_host": "a"})
     changed = reference.but(remote_host="b")
     assert (reference.params["remote_host"], changed.params) == ("a", {"remote_port": 1, "remote_host": "b"})

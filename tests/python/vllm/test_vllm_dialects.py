@@ -28,7 +28,7 @@ import kvferry
 import pytest
 from kvferry.vllm import bootstrap, bootstrap_port, dialects, scheduler
 from kvferry.vllm.config import parse_options
-from lab.ports import free_port
+from lab.common import free_port
 from test_vllm_engines import Pair, prompt
 
 ASKED = {

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from kvferry import stats, trace
 from kvferry.vllm.stats import PREFIX
-from lab.demo.options import Options, Shape
+from lab.demo.options import Options, parse_options
 from lab.servers.model import make_model
 from lab.servers.proxy import open_session
 from lab.servers.server import Server, ServerGroup, ServerSpec, available_gib
@@ -62,12 +62,10 @@ class Servers:
         self.names = 0
 
     def _spec(self, role: str) -> ServerSpec:
-        values: dict[str, Any] = dict.fromkeys(Options.__dataclass_fields__)
-        options = Options(**{**values, "prefill": Shape(), "decode": Shape(), "model": "llama", "executor": "mp"})
         model = make_model("llama", DEPS / "models")
         outputs = Outputs(self.folder / "receives.jsonl", self.folder / "dump")
         connector: Any = Kvferry(self.folder)
-        return engine_spec(role, model, options, connector, outputs)
+        return engine_spec(role, model, parse_options([]), connector, outputs)
 
     async def start(self) -> None:
         async with open_session() as session:

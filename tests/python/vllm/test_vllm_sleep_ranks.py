@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvferry.vllm import worker as worker_module
-from lab.engines.engine import thread_count
+from lab.engines.resources import thread_count
 from mini_ranks import SECONDS, Engine, ended, hand_over, load, model, over, prefilled
 from test_vllm_states import HERE, THERE, Stateful
 
