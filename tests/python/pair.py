@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from kvferry import Scheduler, Worker, stats
-from peer import GENEROUS, process, receive
+from lab.process import GENEROUS, Remote, preload
 
 BLOCKS, TOKENS, CONTENT = 64, 16, 4096
 BLOCK = TOKENS * CONTENT
 """Bytes: longer than what is gathered into messages, so that over shared memory they are copied by the kernel."""
 GROUPS = [{"kind": "full", "block_size": TOKENS}]
+
+# What all that is forked would import for itself.
+preload("numpy", "pytest")
 
 
 def worker_of(engine: str, address: int, **more: object) -> Worker:
@@ -96,9 +97,6 @@ class Producer:
     def figures(self) -> Any:
         return {"labels": {"side": "prefill"}, "scheduler": self.scheduler.stats(), **self.worker.stats()}
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def protect(self) -> None:
         """Nobody may read the cache any more, the kernel included."""
         result = ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.cache.ctypes.data), BLOCKS * BLOCK, 0)  # PROT_NONE
@@ -113,46 +111,26 @@ class Producer:
 
         threading.Thread(target=run, daemon=True).start()
 
-
-def produce(pipe: Connection, more: dict[str, object], lease_ms: int) -> None:
-    producer = Producer(more, lease_ms)
-    pipe.send("up")
-    while True:
-        order, arguments = pipe.recv()
-        if order == "end":
-            producer.changing.set()
-            producer.worker.shutdown()
-            producer.scheduler.shutdown()
-            return
-        pipe.send(getattr(producer, order)(*arguments))
+    def close(self) -> None:
+        self.changing.set()
+        self.worker.shutdown()
+        self.scheduler.shutdown()
 
 
 class Pair:
     """A producer in a process of its own, and a consumer here."""
 
-    def __init__(
-        self, stack: ExitStack, lease_ms: int = 30_000, producer: Any = None, ends: int = 0, **consumer: object
-    ) -> None:
+    def __init__(self, stack: ExitStack, lease_ms: int = 30_000, producer: Any = None, **consumer: object) -> None:
         config = {"transport": consumer.get("transport", "tcp"), **(producer or {})}
-        self.pipe = stack.enter_context(process(produce, config, lease_ms, ends=ends))
-        assert receive(self.pipe) == "up"
+        self.producer = stack.enter_context(Remote(Producer, config, lease_ms, name="the producer"))
+        self.ask = self.producer.ask
+        self.producer.wait_up()
         self.cache = np.zeros(BLOCKS * BLOCK, dtype=np.uint8)
         self.worker = stack.enter_context(worker_of("decode", self.cache.ctypes.data, **consumer))
         self.scheduler = stack.enter_context(scheduler_of("decode"))
         self.scheduler.set_engine({(0, 0): self.worker.metadata()})
         self.count = 0
         self.reported: dict[str, Any] = {}
-        stack.callback(self.end)
-
-    def ask(self, order: str, *arguments: object) -> Any:
-        self.pipe.send((order, arguments))
-        return receive(self.pipe)
-
-    def end(self) -> None:
-        try:
-            self.pipe.send(("end", ()))
-        except OSError:
-            pass  # It was killed by its test.
 
     def grant(self, number: int = 4) -> tuple[str, Any]:
         self.count += 1

@@ -11,8 +11,8 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import Segment
+from lab.process import GENEROUS, process, receive
 from numpy.typing import NDArray
-from peer import GENEROUS, process, receive
 
 BLOCKS, LAYERS, BLOCK = 24, 3, 4096
 REMOTE_STRIDE = 5000

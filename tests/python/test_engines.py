@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import Aggregator, Scheduler, Worker
+from lab.process import GENEROUS, Remote
 from numpy.typing import NDArray
 from pair import until
-from peer import GENEROUS, process, receive
 
 pytestmark = pytest.mark.slow
 
@@ -72,45 +71,38 @@ def config_of(engine: str, rank: int, tp: int = TP, **more: object) -> dict[str,
     }
 
 
-def work(pipe: Connection, engine: str, rank: int, tp: int, tag: int, more: dict[str, object]) -> None:
-    """One rank: does what the pipe says and sends every report as soon as there is one."""
-    cache = cache_of(tag, rank, tp)
-    with Worker(config_of(engine, rank, tp, **more)) as worker:
-        assert worker.register(cache.ctypes.data, cache.nbytes) == 0
-        worker.set_geometry(geometry(rank, tp))
-        pipe.send(worker.metadata())
-        while True:
-            if pipe.poll(0.01):
-                order, argument = pipe.recv()
-                if order == "submit":
-                    worker.submit(argument)
-                elif order == "bytes":
-                    pipe.send(cache)
-                elif order == "stats":
-                    pipe.send(worker.stats())
-                elif order == "end":
-                    return
-            report = worker.poll_encoded()
-            if report is not None:
-                try:
-                    pipe.send(report)
-                except BrokenPipeError:
-                    # The test is over, and nobody takes reports.
-                    return
+class Rank:
+    """One rank: tells every report as soon as there is one."""
+
+    def __init__(self, engine: str, rank: int, tp: int, tag: int, more: dict[str, object]) -> None:
+        self.cache, self.events = cache_of(tag, rank, tp), []  # type: ignore[var-annotated]
+        self.worker = Worker(config_of(engine, rank, tp, **more))
+        assert self.worker.register(self.cache.ctypes.data, self.cache.nbytes) == 0
+        self.worker.set_geometry(geometry(rank, tp))
+        self.metadata, self.submit, self.stats = self.worker.metadata, self.worker.submit, self.worker.stats
+        self.close = self.worker.shutdown
+
+    def turn(self, called: bool) -> float:
+        report = self.worker.poll_encoded()
+        self.events += [] if report is None else [report]
+        return 0.01
+
+    def bytes(self) -> NDArray[np.uint8]:
+        return self.cache
 
 
 class Engine:
-    """A scheduler side and the pipes to the ranks. One that does not serve can only receive."""
+    """A scheduler side and the ranks. One that does not serve can only receive."""
 
     def __init__(
         self, stack: ExitStack, name: str, tag: int, tp: int = TP, serves: bool = True, **more: object
     ) -> None:
         self.tp = tp
-        self.pipes = [stack.enter_context(process(work, name, rank, tp, tag, more)) for rank in range(tp)]
+        self.ranks = [stack.enter_context(Remote(Rank, name, rank, tp, tag, more)) for rank in range(tp)]
         self.scheduler = stack.enter_context(
             Scheduler({"engine_id": name, "tp_size": tp, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
         )
-        self.metadata = {(0, rank): receive(pipe) for rank, pipe in enumerate(self.pipes)}
+        self.metadata = {(0, rank): remote.ask("metadata") for rank, remote in enumerate(self.ranks)}
         if serves:
             self.scheduler.serve(self.metadata)
         else:
@@ -119,31 +111,22 @@ class Engine:
 
     def step(self) -> None:
         step = self.scheduler.step()
-        for pipe in self.pipes:
-            pipe.send(("submit", step))
+        for remote in self.ranks:
+            remote.tell("submit", step)
 
     def ask(self, order: str) -> list[Any]:
-        """What each rank answers; reports that come first are taken in."""
-        answers = []
-        for pipe in self.pipes:
-            pipe.send((order, None))
-            while isinstance(answer := receive(pipe), bytes):
-                self.outcomes.append(self.scheduler.report(answer))
-            answers.append(answer)
-        return answers
+        """What each rank answers."""
+        return [remote.ask(order) for remote in self.ranks]
 
     def until(self, side: str, request: str) -> None:
         """Takes in reports until every rank is done with the request."""
         deadline = time.monotonic() + GENEROUS
         while not any(request in outcome[side] for outcome in self.outcomes):
             assert time.monotonic() < deadline, f"{request} is not in {side}: {self.outcomes}"
-            for pipe in self.pipes:
-                if pipe.poll(0.02):
-                    self.outcomes.append(self.scheduler.report(pipe.recv()))
-
-    def end(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(("end", None))
+            for remote in self.ranks:
+                remote.take(0.02)
+                self.outcomes += map(self.scheduler.report, remote.events)
+                remote.events.clear()
 
     def prefilled(self, request: str, blocks: list[list[int]], tokens: int) -> dict[str, Any]:
         keep, params = self.scheduler.finished(request, {"do_remote_decode": True}, "complete", blocks, tokens)
@@ -210,8 +193,6 @@ def test_requests_are_handed_over_with_every_byte(tmp_path: Path) -> None:
         assert sum(totals) == moved
         expected_names = sorted(f"d-{name}" for name in REQUESTS for _ in range(TP))
         until("the traces have an end of each", lambda: received(tmp_path) == expected_names)
-        prefill.end()
-        decode.end()
 
 
 @pytest.mark.parametrize(("producers", "consumers"), [(2, 1), (1, 2), (4, 2), (1, 4)])
@@ -236,8 +217,6 @@ def test_engines_of_different_sizes(producers: int, consumers: int) -> None:
             np.testing.assert_array_equal(found, expected)
         for rank, found in enumerate(prefill.ask("bytes")):
             np.testing.assert_array_equal(found, cache_of(1, rank, producers))
-        prefill.end()
-        decode.end()
 
 
 def test_blocks_out_of_range_fail_that_request_with_its_blocks_and_no_other() -> None:
@@ -257,8 +236,6 @@ def test_blocks_out_of_range_fail_that_request_with_its_blocks_and_no_other() ->
         decode.load("d-good", prefill.prefilled("p-good", theirs, tokens), ours, tokens)
         decode.until("finished_recving", "d-good")
         assert len([failure for outcome in decode.outcomes for failure in outcome["failed_recving"]]) == 1
-        prefill.end()
-        decode.end()
 
 
 def test_an_unreachable_head_ends_in_a_failed_receive() -> None:
@@ -267,12 +244,10 @@ def test_an_unreachable_head_ends_in_a_failed_receive() -> None:
         with ExitStack() as other:
             engine = Engine(other, "prefill", 1)
             params = engine.prefilled("p", REQUESTS["b"][0], 4)
-            engine.end()
         decode.load("d", params, REQUESTS["b"][1], 4)
         decode.until("finished_recving", "d")
         failed = [failure for outcome in decode.outcomes for failure in outcome["failed_recving"]]
         assert [(failure["request"], failure["cause"]) for failure in failed] == [("d", "handshake_failed")]
-        decode.end()
 
 
 GOOD: dict[str, object] = {"engine_id": "e", "groups": GROUPS, "host": "127.0.0.1", "port": 0}
@@ -351,7 +326,6 @@ def test_metadata_of_wrong_ranks_and_damaged_bytes_are_refused() -> None:
         other_engine = {"engine_id": "other", "tp_size": TP, "host": "127.0.0.1"}
         with kvferry.Listener(other_engine) as listener, pytest.raises(kvferry.IncompatibleError, match="prefill"):
             listener.offer(engine.metadata[0, 0])
-        engine.end()
 
 
 def test_a_worker_refuses_regions_that_overlap() -> None:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import kvferry
 import numpy as np
 import pytest
-from peer import GENEROUS, process, receive
+from lab.process import GENEROUS, process, receive
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry.agent import PeerLost, Segment
-from peer import GENEROUS, process, receive
+from lab.process import GENEROUS, process, receive
 
 BLOCKS, BLOCK = 16, 1 << 16
 

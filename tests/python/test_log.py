@@ -182,8 +182,9 @@ def test_what_repeats_while_something_is_wrong_is_limited_and_counted(lines: pyt
     assert len(of(lines, "was not received (peer_died)")) == 1
 
 
+HERE = os.path.dirname(__file__)
 _PAIR = """
-import sys; sys.path.insert(0, {folder!r})
+import sys; sys.path[:0] = {folders!r}
 from pair import pair
 if __name__ == "__main__":
     with pair() as both:
@@ -204,7 +205,7 @@ if __name__ == "__main__":
 def test_the_environment_names_the_level(tmp_path: object, level: str, wanted: list[str], unwanted: list[str]) -> None:
     script = f"{tmp_path}/hand_over.py"
     with open(script, "w", encoding="utf-8") as file:
-        file.write(_PAIR.format(folder=os.path.dirname(__file__)))
+        file.write(_PAIR.format(folders=[HERE, os.path.dirname(HERE)]))
     environment = {**os.environ, "KVFERRY_LOG": level}
     done = subprocess.run([sys.executable, script], capture_output=True, timeout=120, env=environment, text=True)
     assert done.returncode == 0, done.stderr
@@ -218,7 +219,7 @@ def test_a_line_on_standard_error_is_one_write(tmp_path: object) -> None:
     # UCX and other processes write there too. A socket that keeps datagrams apart keeps writes apart.
     script = f"{tmp_path}/hand_over.py"
     with open(script, "w", encoding="utf-8") as file:
-        file.write(_PAIR.format(folder=os.path.dirname(__file__)))
+        file.write(_PAIR.format(folders=[HERE, os.path.dirname(HERE)]))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:

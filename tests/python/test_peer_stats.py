@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from kvferry import Agent, Segment, nixl, stats
 from kvferry.doctor import side, transfer
+from lab.process import GENEROUS
 from pair import until
-from peer import GENEROUS
 from prometheus_client.parser import text_string_to_metric_families
 
 BLOCK, BLOCKS = 4096, 256

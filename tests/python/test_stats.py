@@ -4,9 +4,7 @@ count."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +14,8 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import ShutDownError, stats
+from lab.process import GENEROUS
 from pair import BLOCK, BLOCKS, Pair, pair, until
-from peer import GENEROUS, freeze
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -179,8 +177,7 @@ def test_failures_that_need_no_violence(cause: str) -> None:
 @pytest.mark.parametrize("cause", ["timeout", "peer_died"])
 def test_failures_of_a_peer_that_stands_still_or_is_killed(cause: str) -> None:
     with ExitStack() as stack:
-        ends = -signal.SIGKILL if cause == "peer_died" else 0
-        both = Pair(stack, ends=ends, transfer_timeout_ms=60_000 if ends else 1500)
+        both = Pair(stack, transfer_timeout_ms=60_000 if cause == "peer_died" else 1500)
         # On a machine that stands still, reads that go well may take as long.
         slow, deadline = 0, time.monotonic() + GENEROUS
         while (ended := both.hand_over()) is not None:
@@ -188,17 +185,15 @@ def test_failures_of_a_peer_that_stands_still_or_is_killed(cause: str) -> None:
             assert time.monotonic() < deadline, "no reads were in time"
             slow += 1
         request, params = both.grant()
-        pid = both.ask("pid")
-        freeze(pid)
+        both.producer.freeze()
         try:
             both.load(request, params)
             if cause == "peer_died":
                 until("the load is under way", lambda: both.worker.stats()["agent"]["transfers"] == 1)  # type: ignore[index]
-                os.kill(pid, signal.SIGKILL)
+                both.producer.kill()
             assert both.over(request) == cause
         finally:
-            if cause != "peer_died":
-                os.kill(pid, signal.SIGCONT)
+            both.producer.thaw()
         failed(both, cause, slow + 1)
         if cause == "peer_died":
             until("the gauge falls", lambda: both.totals()["peers"] == 0)

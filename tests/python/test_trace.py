@@ -16,8 +16,8 @@ from typing import Any
 import kvferry
 import pytest
 from kvferry import cli, trace
+from lab.process import is_dead, process
 from pair import BLOCK, BLOCKS, Pair, pair, until
-from peer import freeze, process
 
 pytestmark = pytest.mark.slow
 
@@ -246,11 +246,10 @@ def worker_until_killed(pipe: Any, path: str) -> None:
         for _ in range(3):
             assert both.hand_over() is None
         request, params = both.grant()
-        producer = both.ask("pid")
-        freeze(producer)
+        both.producer.freeze()
         both.load(request, params)
         until("the load is under way", lambda: both.worker.stats()["agent"]["transfers"] == 1)  # type: ignore[index]
-        pipe.send((os.getpid(), producer))
+        pipe.send((os.getpid(), both.producer.pid))
         pipe.recv()
 
 
@@ -258,7 +257,7 @@ def test_a_file_of_a_killed_process_still_loads(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with process(worker_until_killed, str(path), ends=-signal.SIGKILL) as pipe:
         assert pipe.poll(60)
-        pids = pipe.recv()
+        pid, producer = pipe.recv()
 
         def begun() -> bool:
             try:
@@ -267,8 +266,8 @@ def test_a_file_of_a_killed_process_still_loads(tmp_path: Path) -> None:
                 return False
 
         until("the last request's begin is written", begun)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        until("the producer, which does not move, ends with it", lambda: is_dead(producer))
     summary = trace.summarize(trace.read([path]))
     assert (summary["received"], summary["unfinished"], summary["damaged"]) == (3, 1, 0)
 

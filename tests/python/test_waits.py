@@ -17,8 +17,8 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import Segment, _lib
+from lab.process import GENEROUS
 from pair import pair, worker_of
-from peer import GENEROUS
 
 LONG = 4 * GENEROUS
 """Seconds of a wait for what never comes."""

@@ -23,7 +23,7 @@ DEVICE, ONE_SIDED, MESSAGES = "copied by the device", "one-sided", "by messages"
 def run(on_double: Variables, *command: object, **variables: str) -> str:
     """What a program prints on the double; it must succeed."""
     # The kvferry of whoever runs the tests, installed or named in their environment.
-    folders = (str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH"))
+    folders = (str(ROOT / "tests" / "gpu"), str(ROOT / "tests"), os.environ.get("PYTHONPATH"))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cuda
 import numpy as np
 from expect import GENEROUS, same, until
 from kvferry import Scheduler, Worker, stats
-from peer import allocate, die_with_parent, frozen
+from lab import process
+from peer import allocate
 
 LAYERS, TOKENS, HEADS, CONTENT = 2, 2048, 2, 512
 """Of a cache, in a region per layer; bytes of a token and head."""
@@ -155,62 +154,35 @@ class Engine:
         self.scheduler.renew(self.ranks())
         self.step()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
 
 
-def live(pipe: Connection, *arguments: Any) -> None:
-    """An engine's process: does what it is told, by the name of a method."""
-    die_with_parent()
-    engine = Engine(*arguments)
-    pipe.send(None)
-    name = ""
-    while name != "end":
-        name, given = pipe.recv()
-        pipe.send(getattr(engine, name)(*given))
-
-
-class Remote:
+class Remote(process.Remote):
     """An engine in another process; each attribute is a method of `Engine`."""
 
     def __init__(self, stack: ExitStack, *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=live, args=(theirs, *arguments), daemon=True)
+        super().__init__(Engine, *arguments, limit_s=GENEROUS)
         self.block = arguments[2]
-        self.process.start()
-        theirs.close()
-        stack.callback(self.process.kill)
-        self._receive("start")
-
-    def _receive(self, what: str) -> Any:
-        if not self._pipe.poll(GENEROUS):
-            raise AssertionError(f"{what} was not answered")
-        return self._pipe.recv()
+        stack.callback(self.kill)
+        self.wait_up()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: object) -> Any:
-            self._pipe.send((name, arguments))
-            return self._receive(name)
-
-        return call
+        return functools.partial(self.ask, name)
 
     def leave(self) -> None:
         """Ends, and ends well."""
-        self.end()
-        self.process.join(GENEROUS)
-        assert self.process.exitcode == 0, self.process.exitcode
+        assert self.close() == 0
 
-    def frozen(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
         """The process stands still meanwhile."""
-        assert self.process.pid is not None
-        return frozen(self.process.pid)
-
-    def kill(self) -> None:
-        """SIGKILL; it is gone when this returns."""
-        self.process.kill()
-        self.process.join()
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
 
 
 class Pair:
@@ -279,7 +251,7 @@ def pair(producer: tuple[str, int], consumer: tuple[str, int], transport: str, *
         here = Remote(stack, "decode", *consumer, 200, {**keys, **more})
         yield Pair(there, here)
         here.leave()
-        if there.process.is_alive():
+        if there.child.poll() is None:
             there.leave()
 
 

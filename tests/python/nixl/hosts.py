@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 from commands import is_required, skip
+from lab.process import freeze
 from nixl_host import GENEROUS, pattern
-from peer import freeze
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""One agent with patterned memory, as the object of a process of its own (`kvferry.bench.remote.Remote`)."""
+"""One agent with patterned memory, as the object of a process of its own (`lab.process.Remote`)."""
 
 from __future__ import annotations
 

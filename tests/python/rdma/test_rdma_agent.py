@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvferry import Segment
-from kvferry.bench.remote import Remote
 from kvferry.cli import main
+from lab.process import Remote
 from rdma_side import Side, copied, pattern, sent_packets
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +38,7 @@ def start() -> Iterator[Callable[..., Any]]:
 
         def make(name: str, tls: str, seed: int, length: int = LENGTH, **more: object) -> Any:
             config = {"name": name, "ucx": {"TLS": f"{tls},self"}, "connect_timeout_ms": 100_000, **more}
-            return stack.enter_context(Remote(name, Side, config, seed, length))
+            return stack.enter_context(Remote(Side, config, seed, length, name=name, limit_s=300))
 
         yield make
 
@@ -146,15 +145,17 @@ def test_a_killed_peer_is_noticed_within_a_third_of_the_lease(
     owner, user = sides.values()
     peer = user.ask("connect", owner.ask("metadata"))
     assert "error" not in user.ask("move", "read", peer, WHOLE, ALL, ALL)
-    survivor = sides["user" if victim == "owner" else "owner"]
+    survivor, asked = sides["user" if victim == "owner" else "owner"], "lost"
     if busy:
         user.tell("read_until_it_fails", peer, WHOLE, ALL, 100.0)
-    if not (busy and survivor is user):
+    if busy and survivor is user:
+        asked = "read_until_it_fails"
+    else:
         survivor.tell("lost", 100.0)
     time.sleep(1.0)
     begin = time.monotonic()
-    os.kill(sides[victim].pid, signal.SIGKILL)
-    noticed = survivor.answer("wait")
+    sides[victim].kill()
+    noticed = survivor.answer(asked)
     assert noticed is not None, "not noticed within 100 s"
     print(f"noticed after {noticed[0] - begin:.1f} s: {noticed[1]}")
     assert noticed[0] - begin < NOTICED_S, noticed

@@ -7,16 +7,16 @@ over the device.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import sys
 import tempfile
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvferry.cli.key import write_key
+from lab.process import Remote
 from lab.servers.model import make_model
 from rdma_side import sent_packets
 
@@ -51,52 +51,56 @@ def external_hits(engine: Any) -> int:
     return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
-def serve(role: str, model: str, pipe: Connection) -> None:
-    """An engine: answers (prompt, answer's length, kv_transfer_params) with (tokens, kv_transfer_params, hits)."""
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+class Engine:
+    """An engine of real vLLM."""
 
-    connector = KVTransferConfig(
-        kv_connector="KvferryConnector", kv_role=role, kv_connector_extra_config={"port": 0, **LIMITS}
-    )
-    engine = LLM(
-        model,
-        dtype="float32",
-        max_model_len=1024,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        kv_cache_memory_bytes=64 << 20,
-        block_size=BLOCKS[role],
-        kv_transfer_config=connector,
-    )
-    pipe.send("up")
-    while True:
-        # As a server's loop does: the scheduler answers for the blocks that the other engine reads.
-        while not pipe.poll(STEP_S):
-            engine.llm_engine.step()
-        if (asked := pipe.recv()) is None:
-            return
-        prompt, length, params = asked
+    def __init__(self, role: str, model: str) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="KvferryConnector", kv_role=role, kv_connector_extra_config={"port": 0, **LIMITS}
+        )
+        self._engine = LLM(
+            model,
+            dtype="float32",
+            max_model_len=1024,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=64 << 20,
+            block_size=BLOCKS[role],
+            kv_transfer_config=connector,
+        )
+
+    def turn(self, called: bool) -> float:
+        """As a server's loop does: the scheduler answers for the blocks that the other engine reads."""
+        if not called:
+            self._engine.llm_engine.step()
+        return STEP_S
+
+    def answer(self, prompt: list[int], length: int, params: Any) -> tuple[list[int], Any, int]:
+        """Tokens, kv_transfer_params, and the prompt tokens so far that came from the other engine."""
+        from vllm import SamplingParams
+
         sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        (answer,) = engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        pipe.send((list(answer.outputs[0].token_ids), answer.kv_transfer_params, external_hits(engine)))
+        (answer,) = self._engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        return list(answer.outputs[0].token_ids), answer.kv_transfer_params, external_hits(self._engine)
+
+    def close(self) -> None:
+        """The process ends."""
 
 
-def check(prefill: Connection, decode: Connection) -> None:
+def check(prefill: Remote, decode: Remote) -> None:
     dice = random.Random(5)
     for number in range(PROMPTS):
         prompt = [dice.randrange(10, 500) for _ in range(PROMPT_TOKENS + number)]
-        decode.send((prompt, ANSWER_TOKENS, None))
-        alone, _, hits = decode.recv()
-        prefill.send((prompt, 1, {"do_remote_decode": True}))
-        _, params, _ = prefill.recv()
+        alone, _, hits = decode.ask("answer", prompt, ANSWER_TOKENS, None)
+        _, params, _ = prefill.ask("answer", prompt, 1, {"do_remote_decode": True})
         before = sent_packets()
-        decode.send((prompt, ANSWER_TOKENS, params))
-        together, _, now = decode.recv()
+        together, _, now = decode.ask("answer", prompt, ANSWER_TOKENS, params)
         packets = {name: count - before[name] for name, count in sent_packets().items()}
         print(f"prompt of {len(prompt)} tokens: {now - hits} from the prefill engine, packets {packets}, {together}")
         assert together == alone, f"other tokens than the decode engine's own: {alone}"
@@ -110,22 +114,11 @@ def main() -> int:
         write_key(folder / "key")
         os.environ["KVFERRY_KEY_FILE"] = str(folder / "key")
     model = str(make_model("llama", folder))
-    spawn = multiprocessing.get_context("spawn")
-    pipes, engines = [], []
-    for role in BLOCKS:
-        ours, theirs = spawn.Pipe()
-        engine = spawn.Process(target=serve, args=(role, model, theirs), daemon=True)
-        engine.start()
-        theirs.close()
-        pipes.append(ours)
-        engines.append(engine)
-    for pipe in pipes:
-        assert pipe.recv() == "up"
-    check(*pipes)
-    for pipe in pipes:
-        pipe.send(None)
-    for engine in engines:
-        engine.join()
+    with ExitStack() as stack:
+        engines = [Remote(Engine, role, model, name=role, environment=ENVIRONMENT, limit_s=1500) for role in BLOCKS]
+        for engine in engines:
+            stack.callback(engine.close)
+        check(*engines)
     print("tokens equal")
     return 0
 
