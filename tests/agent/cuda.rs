@@ -49,6 +49,8 @@ impl DeviceBuffer {
         self.context.make_current().unwrap();
         // SAFETY: the allocation has that many bytes.
         ok(unsafe { sys::cuMemcpyHtoD_v2(self.addr, bytes.as_ptr().cast(), bytes.len().min(self.len)) });
+        // SAFETY: has no arguments. The copy may go on after the call that began it.
+        ok(unsafe { sys::cuCtxSynchronize() });
     }
 
     fn bytes(&self) -> Vec<u8> {
