@@ -22,7 +22,10 @@ die() {
 }
 
 # is_required WHAT: whether KVFERRY_REQUIRE names WHAT, for want of which tests must fail.
-is_required() { [[ ",${KVFERRY_REQUIRE//[ ,]/,}," == *",$1,"* ]]; }
+is_required() {
+  local wanted="${KVFERRY_REQUIRE:-}"
+  [[ ",${wanted//[ ,]/,}," == *",$1,"* ]]
+}
 
 # with_lock NAME COMMAND...: runs COMMAND while no other script holds the lock NAME of this checkout.
 # The lock is a file descriptor, so it is gone with the last process of COMMAND, however that ended. What COMMAND runs has the
