@@ -1,5 +1,5 @@
 //! What UCX's own active messages of 1 MiB reach over TCP between two processes, without kvferry's agent:
-//! `cargo bench --bench am_limit -- BYTES`, or driven by `kvferry bench transfer --limit --am-limit PROGRAM`.
+//! `cargo bench --bench am_limit -- BYTES`, or driven by `scripts/bench`.
 //!
 //! For each line on its input it moves BYTES bytes twice and prints a line of JSON: `seconds` until the last message
 //! has arrived, `placed_s` the same with every message copied to its place in memory on arrival, and `cpu_s`, the

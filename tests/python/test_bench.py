@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -14,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvferry._find import library_path
 from kvferry.bench.cli import PATTERNS
-from kvferry.bench.figures import columns, number, percentile, row
+from kvferry.bench.figures import columns, number, percentile
 from kvferry.bench.memory import Memory
 from kvferry.bench.plot import svg
 from kvferry.bench.sizes import parse_size, size_text
@@ -25,11 +23,8 @@ from kvferry.cli import main
 
 pytestmark = pytest.mark.slow
 
-KEYS = [
-    *("work", "transport", "ours_ms", "peer_ms", "limit_ms", "ratio_peer", "ratio_limit", "caller_us"),
-    *("peer_caller_us", "notify_us", "cpu_s_per_gb", "peer_cpu_s_per_gb", "ours_p99_ms", "peer_p99_ms"),
-    *("peer_notify_us", "mooncake_ms", "ratio_mooncake"),
-]
+KEYS = ["work", "transport", "ours_ms", "ours_p99_ms", "caller_us", "notify_us", "cpu_s_per_gb"]
+"""Of a transfer's row."""
 
 
 def bench(tmp_path: Path, words: str) -> list[dict[str, Any]]:
@@ -37,22 +32,19 @@ def bench(tmp_path: Path, words: str) -> list[dict[str, Any]]:
     out = tmp_path / "rows.json"
     assert main(["bench", *shlex.split(words), "--json", str(out)]) == 0
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    assert all(list(one) == KEYS for one in rows)
+    assert all(list(one)[:3] == KEYS[:3] for one in rows)
     return rows
 
 
-def test_transfer_over_shared_memory_beside_the_medium(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_over_shared_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "rounds.svg"
-    (one,) = bench(tmp_path, f"transfer --blocks 40 --layers 2 --rounds 1 --limit --plot {drawing}")
+    (one,) = bench(tmp_path, f"transfer --blocks 40 --layers 2 --rounds 1 --plot {drawing}")
+    assert list(one) == KEYS
     assert one["work"] == "40 x 16 KiB x 2 layers random, READ"
     assert one["transport"] == "shm"
-    assert one["peer_ms"] is None
-    assert one["ratio_limit"] == pytest.approx(one["limit_ms"] / one["ours_ms"])
-    assert min(one[key] for key in ("ours_ms", "limit_ms", "caller_us", "cpu_s_per_gb")) > 0
-    output = capsys.readouterr().out
-    assert "process_vm_readv" in output
-    assert "memcpy" in output
-    assert len(list(ElementTree.parse(drawing).getroot().iter("{http://www.w3.org/2000/svg}g"))) == 3
+    assert min(one[key] for key in ("ours_ms", "caller_us", "cpu_s_per_gb")) > 0
+    assert "40 x 16 KiB x 2 layers random, READ, shm" in capsys.readouterr().out
+    assert len(list(ElementTree.parse(drawing).getroot().iter("{http://www.w3.org/2000/svg}g"))) == 1
 
 
 def test_an_engines_file_of_metrics_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,23 +59,6 @@ def test_transfers_over_tcp_that_write(tmp_path: Path) -> None:
     (one,) = bench(tmp_path, f"transfer {words} --rounds 1")
     assert one["work"] == "3 requests at once of 20 x 4 KiB strided, WRITE"
     assert one["ours_ms"] > 0
-    assert one["limit_ms"] is None
-
-
-@pytest.mark.parametrize("api", ["agent", "worker"])
-def test_two_builds_take_turns_and_each_runs_its_own(
-    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # A child process that loads what is no library says so: the file is what it loaded.
-    words = f"transfer --blocks 40 --rounds 1 --api {api} --library"
-    other = tmp_path / "older.so"
-    shutil.copy(library_path(), other)
-    bench(tmp_path, f"{words} {other}")
-    assert "of older.so" in capsys.readouterr().out
-    other.write_bytes(b"no library")
-    with pytest.raises(SystemExit):
-        main(["bench", *shlex.split(f"{words} {other}")])
-    assert f"cannot load {other}" in capsys.readouterr().err
 
 
 def test_looking_at_intervals_with_a_watcher_tells_when_the_producer_knew(tmp_path: Path) -> None:
@@ -129,14 +104,11 @@ def test_the_other_subcommands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("transfer --block-bytes 1000", "number of bytes from 1KiB to 4MiB"),
-        ("transfer --block-bytes 8MiB", "number of bytes from 1KiB to 4MiB"),
+        ("transfer --block-bytes 63", "number of bytes from 64B to 64MiB"),
+        ("transfer --block-bytes 65MiB", "number of bytes from 64B to 64MiB"),
         ("transfer --blocks 0", "whole number from 1 to 1,000,000"),
         ("transfer --blocks 1000001", "whole number from 1 to 1,000,000"),
-        ("transfer --blocks 1000000 --block-bytes 4MiB", "this machine has"),
-        ("transfer --am-limit prog", "--am-limit goes with --limit and --transport tcp"),
-        ("transfer --limit --transport tcp --am-limit /dev/null", "/dev/null is no program"),
-        ("transfer --library nowhere.so", "path of a file"),
+        ("transfer --blocks 1000000 --block-bytes 64MiB", "this machine has"),
         ("transfer --ucx TLS", "'TLS' is not NAME=VALUE"),
         ("transfer --watch --direction write", "--watch"),
         ("transfer --api worker --direction write", "--direction write goes with --api agent"),
@@ -151,35 +123,6 @@ def test_what_cannot_be_is_refused(words: str, told: str, capsys: pytest.Capture
         main(["bench", *shlex.split(words)])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_without_the_nixl_package_its_remedy_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # As where it is not installed: the import fails.
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    for work in ("transfer", "handshake", "idle", "behind"):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", work, "--peer", "nixl"])
-        assert ended.value.code == 2
-        assert "pip install nixl" in capsys.readouterr().err
-
-
-def test_mooncake_is_refused_where_it_has_no_part_or_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # As where it is not installed: the import fails.
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    for words, told in (
-        ("", "--peer mooncake goes with --transport tcp"),
-        ("--transport tcp --poll-ms 5", "--poll-ms does not go with --peer mooncake"),
-        ("--transport tcp", "pip install mooncake-transfer-engine-non-cuda"),
-        ("--transport tcp --peer moon", "invalid choice"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "transfer", "--peer", "mooncake", *shlex.split(words)])
-        assert ended.value.code == 2
-        assert told in capsys.readouterr().err
 
 
 def test_without_numpy_the_other_commands_work_and_its_remedy_is_told() -> None:
@@ -258,10 +201,6 @@ def test_figures() -> None:
     assert percentile([5, 1, 4, 2, 3], 0.5) == 3
     assert percentile(range(1, 16), 0.99) == 15
     assert [number(value) for value in (None, 0, 0.01234, 1.234, 1234.5)] == ["-", "0", "0.0123", "1.23", "1,234"]
-    made = row("w", "tcp", ours_ms=2.0, peer_ms=4.0, limit_ms=1.0, mooncake_ms=8.0)
-    assert list(made) == KEYS
-    assert (made["ratio_peer"], made["ratio_limit"], made["ratio_mooncake"]) == (0.5, 0.5, 0.25)
-    assert (made["notify_us"], row("w", "tcp", ours_ms=2.0)["ratio_mooncake"]) == (None, None)
     assert columns(("a", "b"), [("x", "1"), ("yy", "22")]) == "a    b\n--  --\nx    1\nyy  22"
 
 

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_lib import measure, run, table
-from bench_lib.measure import SHM, TCP, Measurements, Settings
 from commands import GENEROUS, ROOT, skip
-from kvferry.bench import transfer
-from kvferry.bench.engines import mooncake
-from kvferry.bench.engines.engine import Took
+from kvferry.bench.engines.engine import Setup, Took
 from kvferry.bench.pair import Round
 from kvferry.bench.transfer import Plan, Samples
 from kvferry.bench.work import Work
+from lab.bench import beside, measure, run, table
+from lab.bench.engines import mooncake
+from lab.bench.measure import SHM, TCP, Measurements, Settings
 
 FOLDER = ROOT / ".deps" / "mooncake"
 
@@ -36,7 +35,7 @@ def environment() -> dict[str, str]:
 def environment_with(folder: Path) -> dict[str, str]:
     if not (folder / ".stamp").is_file():
         skip("mooncake", "it is not installed: run scripts/setup mooncake")
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "tests"), str(folder)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -60,7 +59,7 @@ def in_a_process(script: str, environment: dict[str, str]) -> subprocess.Complet
 
 def measured(words: str, environment: dict[str, str], out: Path) -> tuple[dict[str, Any], str]:
     """The row of a run beside Mooncake, and what it printed. It fails where a byte is wrong."""
-    command = [sys.executable, "-m", "kvferry", "bench", "transfer", "--transport", "tcp", "--peer", "mooncake"]
+    command = [sys.executable, "-m", "lab.bench", "transfer", "--transport", "tcp", "--beside", "mooncake"]
     done = subprocess.run(
         [*command, "--rounds", "1", "--json", str(out), *shlex.split(words)],
         env=environment,
@@ -89,12 +88,12 @@ def test_every_byte_of_several_requests_and_layers(direction: str, environment: 
 def test_every_byte_of_more_blocks_than_a_call_takes(environment: dict[str, str]) -> None:
     # With what the engine lets wait for a place in its queue, 1,024 blocks, a call takes some more.
     script = (
-        "from kvferry.bench.engines import mooncake\n"
+        "from lab.bench.engines import mooncake\n"
         "from kvferry.bench.engines.engine import Setup\n"
         "from kvferry.bench.pair import Pair\n"
         "from kvferry.bench.work import Work\n"
         "work = Work(block_bytes=1024, blocks=mooncake.BLOCKS_PER_CALL + 4096)\n"
-        "with Pair(Setup('mooncake-4', work, 'tcp', options={'lanes': 4})) as pair:\n"
+        "with Pair(Setup('Mooncake', 'lab.bench.engines.mooncake', work, 'tcp', options={'lanes': 4})) as pair:\n"
         "    pair.round()\n"
     )
     done = in_a_process(script, environment)
@@ -104,11 +103,11 @@ def test_every_byte_of_more_blocks_than_a_call_takes(environment: dict[str, str]
 def test_a_transfer_that_fails_is_no_figure(environment: dict[str, str]) -> None:
     # The other side's memory is at an address that it has not registered.
     script = (
-        "from kvferry.bench.engines import mooncake\n"
+        "from lab.bench.engines import mooncake\n"
         "from kvferry.bench.engines.engine import Setup\n"
         "from kvferry.bench.memory import Memory\n"
         "from kvferry.bench.work import Work\n"
-        "setup = Setup('mooncake-4', Work(blocks=4), 'tcp', options={'lanes': 4})\n"
+        "setup = Setup('Mooncake', '', Work(blocks=4), 'tcp', options={'lanes': 4})\n"
         "other = mooncake.other(setup, Memory(setup.work))\n"
         "starter = mooncake.starter(setup, Memory(setup.work), 0)\n"
         "where, address = other.hello()\n"
@@ -120,32 +119,36 @@ def test_a_transfer_that_fails_is_no_figure(environment: dict[str, str]) -> None
     assert "RuntimeError: a Mooncake transfer of 4 blocks failed" in done.stderr
 
 
-def samples(**milliseconds: float) -> list[Samples]:
+MS = {"kvferry": 10, "NIXL, num_threads 0": 50, "NIXL, num_threads 4": 60}
+MS |= {"Mooncake, 4 lanes": 80, "Mooncake, 16 lanes": 40, "one TCP stream": 5}
+
+
+def measured_samples(plan: Plan, others: list[Setup]) -> list[Samples]:
     """One round of each engine."""
-    return [
-        Samples(name.replace("_", "-"), [Round(Took(ms / 1e3, None, 0.0), None)]) for name, ms in milliseconds.items()
-    ]
+    took = [(one, Took(MS.get(one.name, 5) / 1e3, None, 0.0)) for one in (plan.setup, *others)]
+    return [Samples(one, [Round(some, None)]) for one, some in took]
 
 
 def test_the_figure_is_that_of_the_better_setting_and_apart_from_nixls() -> None:
-    plan = Plan(Work(), "tcp", 1, peer=True, mooncake=True)
-    names = [setup.engine for setup in transfer.setups(plan)]
-    assert names == ["agent", "nixl-0", "nixl-4", "mooncake-4", "mooncake-16"]
-    one = transfer.summary(plan, samples(agent=10, nixl_0=50, nixl_4=60, mooncake_4=80, mooncake_16=40))
+    plan = Plan(Work(), "tcp", 1)
+    others = [*beside.nixl(plan.setup), *beside.mooncake(plan.setup), *beside.baselines(plan.setup, None)]
+    assert ["kvferry", *(one.name for one in others)] == list(MS)
+    one = beside.summary(plan, measured_samples(plan, others))
     assert (one["peer_ms"], one["mooncake_ms"], one["ratio_mooncake"]) == (50, 40, 0.25)
+    assert (one["limit_ms"], one["ratio_peer"], one["ratio_limit"]) == (5, 0.2, 0.5)
+    alone = beside.summary(plan, measured_samples(plan, []))
+    assert (alone["peer_ms"], alone["ratio_mooncake"], alone["peer_p99_ms"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(("installed", "column"), [(True, "0.250"), (False, "not here")])
 def test_transfers_over_tcp_have_the_column_and_no_others(
     installed: bool, column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured_plan(plan: Plan) -> list[Samples]:
-        assert plan.mooncake == (installed and plan.transport == "tcp")
-        taken = samples(agent=10, nixl_0=50, nixl_4=60)
-        return taken + samples(mooncake_4=80, mooncake_16=40) if plan.mooncake else taken
+    def measured_plan(plan: Plan, others: list[Setup]) -> list[Samples]:
+        assert any(one.engine == beside.MOONCAKE for one in others) == (installed and plan.transport == "tcp")
+        return measured_samples(plan, others)
 
     monkeypatch.setattr(measure.transfer, "measure", measured_plan)
-    monkeypatch.setattr(measure.transfer, "table", lambda plan, taken: "")
     taken = Measurements(Settings(1, True, None, installed))
     lines = {line.name.partition(":")[0]: line for line in table.LINES}
     found = {name: lines[name].judge(taken) for name in ("shm-16k", "tcp-16k", "tcp-4k", "tcp-64k")}
@@ -175,16 +178,42 @@ def test_without_the_package_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    asked: list[Plan] = []
+    asked: list[str] = []
 
-    def measured_plan(plan: Plan) -> list[Samples]:
-        asked.append(plan)
-        return samples(agent=10, nixl_0=50, nixl_4=60)
+    def measured_plan(plan: Plan, others: list[Setup]) -> list[Samples]:
+        asked.extend(one.engine for one in others)
+        return measured_samples(plan, others)
 
     monkeypatch.setattr(measure.transfer, "measure", measured_plan)
-    monkeypatch.setattr(measure.transfer, "table", lambda plan, taken: "")
     out = tmp_path / "bench.json"
     assert run.main(["--only", "tcp-16k", "--rounds", "1", "--json", str(out)]) == 0
-    assert [plan.mooncake for plan in asked] == [False]
+    assert beside.NIXL in asked
+    assert beside.MOONCAKE not in asked
     assert "not here" in capsys.readouterr().out
     assert json.loads(out.read_text())["lines"][0]["mooncake"] == "not here"
+
+
+def test_what_is_not_here_or_has_no_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As where they are not installed: the import fails.
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    for words, told in (
+        ("--beside nixl", "pip install nixl"),
+        ("--beside mooncake", "--beside mooncake goes with --transport tcp"),
+        ("--beside mooncake --transport tcp", "scripts/setup mooncake"),
+        ("--beside moon", "invalid choice"),
+        ("--peer here", "go with `kvferry bench transfer`"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run.main(["transfer", *shlex.split(words)])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_transfer_beside_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(shlex.split("transfer --blocks 40 --rounds 1 --beside baseline")) == 0
+    output = capsys.readouterr().out
+    assert "process_vm_readv" in output
+    assert "memcpy" in output

@@ -15,13 +15,11 @@ _WATCH_S = 0.0001
 """How often the watcher looks: a tenth of what is asked of the notification."""
 KNOWN_TIMEOUT_S = 120.0
 _SETTLE_S = 0.005
-_OWN_MODULES = ("agent", "worker", "counting", "behind", "nixl", "mooncake")
-"""Engines with a module of their own, named without what follows a `-`; `medium` has the others."""
 
 
 def memory_of(setup: Setup, is_written: bool) -> Memory:
-    """Memory of the kind that the transport moves."""
-    if setup.transport != "cuda":
+    """Memory of the kind that is moved."""
+    if setup.memory == "host":
         return Memory(setup.work, setup.pages and setup.pages[0 if is_written else 1])
     from .cuda import CudaMemory
 
@@ -29,13 +27,10 @@ def memory_of(setup: Setup, is_written: bool) -> Memory:
 
 
 def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Other:
-    """The engine's starting or other side. Modules are imported only when their engine is asked for; `NAME@FILE` is the
-    engine NAME of ours with the library FILE."""
-    name, _, library = setup.engine.partition("@")
-    if library:
-        os.environ["KVFERRY_LIBRARY"] = library
-    kind = name.partition("-")[0]
-    module = import_module(f".engines.{kind if kind in _OWN_MODULES else 'medium'}", __package__)
+    """The engine's starting or other side."""
+    if setup.library:
+        os.environ["KVFERRY_LIBRARY"] = setup.library
+    module = import_module(setup.engine, __package__)
     side: Starter | Other = module.starter(setup, memory, other) if starts else module.other(setup, memory)
     return side
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from . import cuda
 from . import transfer as transfers
-from .engines import mooncake, nixl
 from .errors import UsageError
-from .figures import Row, about, json_text
+from .figures import Row, json_text
 from .plot import svg
 from .sizes import size_text
 from .work import Work
+
+SIZES = [4096 << step for step in range(0, 11, 2)]
+"""Of blocks, from 4 KiB to 4 MiB."""
+REQUEST = 32 << 20
+"""Bytes of a request."""
 
 
 def _save(path: Path | None, rows: Sequence[Row]) -> None:
@@ -32,86 +36,101 @@ def _write(path: Path, option: str, text: str) -> None:
         raise UsageError(f"{option}: {path} cannot be written: {error.strerror or error}") from error
 
 
-def _need_nixl(peer: str | None) -> None:
-    if peer is not None and (why := nixl.missing()) is not None:
-        raise UsageError(why)
-
-
-def _need_peers(options: argparse.Namespace) -> None:
-    if "nixl" in options.peer:
-        _need_nixl("nixl")
-    if "mooncake" in options.peer:
-        if options.transport != "tcp":
-            raise UsageError("--peer mooncake goes with --transport tcp")
-        if options.poll_ms:
-            raise UsageError("--poll-ms does not go with --peer mooncake, whose call returns at the end")
-        if (why := mooncake.missing()) is not None:
-            raise UsageError(why)
-
-
-def _fits(work: Work, engines: int) -> None:
-    needed = 2 * work.pool_bytes * engines
+def _fits(what: str, size: int, engines: int) -> None:
+    needed = 2 * size * engines
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > 0.8 * have:
         raise UsageError(
-            f"{work.text} takes {size_text(needed)} of memory for {engines} pairs of processes, and this machine has "
-            f"{size_text(have)}: ask for fewer or smaller blocks"
+            f"{what} takes {size_text(needed)} of memory, and this machine has {size_text(have)}: ask for fewer or "
+            "smaller blocks"
         )
+
+
+def _memory(options: argparse.Namespace) -> Literal["host", "cuda"]:
+    memory: Literal["host", "cuda"] = options.memory or ("cuda" if options.transport == "cuda" else "host")
+    if memory == "cuda" and (why := cuda.why_not()) is not None:
+        option = "--memory cuda" if options.memory else "--transport cuda"
+        raise UsageError(f"{option} needs a GPU, and there is none to use: {why}; take host, shm or tcp")
+    return memory
+
+
+def serve(options: argparse.Namespace) -> int:
+    """`kvferry bench serve`."""
+    from . import hosts
+
+    memory = _memory(options)
+    _fits(f"--size {size_text(options.size)}", options.size, 1)
+    try:
+        hosts.serve(options.port, options.size, memory, options.transport or "auto", _config(options))
+    except KeyboardInterrupt:
+        print("ended")
+    return 0
+
+
+def works(options: argparse.Namespace) -> list[Work]:
+    """What is moved, one after the other."""
+    sizes = SIZES if options.peer and not options.block_bytes else [options.block_bytes or 16384]
+    made = []
+    for size in sizes:
+        blocks = options.blocks or (max(1, REQUEST // size) if options.peer else 2048)
+        shape = (options.pattern, size, blocks, options.layers, options.requests, options.direction)
+        made.append(Work(*shape, options.huge_pages))
+    if options.grow is not None:
+        name = options.grow.replace("-", "_")
+        made = [replace(made[0], **{name: getattr(made[0], name) << step}) for step in range(options.steps)]
+    return made
+
+
+def plan_of(options: argparse.Namespace) -> transfers.Plan:
+    """The first of the works as it is to be moved."""
+    memory = _memory(options)
+    if options.api == "worker" and options.direction == "write":
+        raise UsageError("workers read; --direction write goes with --api agent")
+    if options.watch and memory == "cuda":
+        raise UsageError("--watch sees the host's memory only; it does not go with memory of a GPU")
+    if options.watch and options.direction == "write":
+        raise UsageError("--watch sees what the starting side reads; it does not go with --direction write")
+    return transfers.Plan(
+        works(options)[0],
+        options.transport or ("auto" if options.peer else "shm"),
+        options.rounds,
+        f".engines.{options.api}",
+        options.poll_ms,
+        options.watch,
+        _config(options),
+        memory,
+    )
 
 
 def transfer(options: argparse.Namespace) -> int:
     """`kvferry bench transfer`."""
-    if options.am_limit is not None and not (options.limit and options.transport == "tcp"):
-        raise UsageError("--am-limit goes with --limit and --transport tcp")
-    if options.am_limit is not None and not os.access(options.am_limit, os.X_OK):
-        raise UsageError(f"--am-limit: {options.am_limit} is no program")
-    if options.transport == "cuda" and (why := cuda.why_not()) is not None:
-        raise UsageError(f"--transport cuda needs a GPU, and there is none to use: {why}; take shm or tcp")
-    if options.api == "worker" and options.direction == "write":
-        raise UsageError("workers read; --direction write goes with --api agent")
-    if options.watch and options.transport == "cuda":
-        raise UsageError("--watch sees the host's memory only; it does not go with --transport cuda")
-    if options.watch and options.direction == "write":
-        raise UsageError("--watch sees what the starting side reads; it does not go with --direction write")
-    _need_peers(options)
-    work = Work(
-        options.pattern,
-        options.block_bytes,
-        options.blocks,
-        options.layers,
-        options.requests,
-        options.direction,
-        options.huge_pages,
-    )
-    plan = transfers.Plan(
-        work,
-        options.transport,
-        options.rounds,
-        options.api,
-        "nixl" in options.peer,
-        options.limit,
-        options.am_limit,
-        options.poll_ms,
-        options.watch,
-        _config(options),
-        options.library,
-        "mooncake" in options.peer,
-    )
-    plans = [plan]
-    if options.grow is not None:
-        name = options.grow.replace("-", "_")
-        grown = [replace(work, **{name: getattr(work, name) << step}) for step in range(options.steps)]
-        plans = [replace(plan, work=one) for one in grown]
+    plans = [replace(plan_of(options), work=work) for work in works(options)]
     for one in plans:
-        _fits(one.work, len(transfers.setups(one)))
+        _fits(one.work.text, one.work.pool_bytes, 1)
+    if options.peer is not None:
+        return _to_peer(options, plans)
     taken = []
     for one in plans:
         taken.append(transfers.measure(one))
         print(transfers.table(one, taken[-1]), flush=True)
-    _save(options.json, [transfers.summary(one, samples) for one, samples in zip(plans, taken, strict=True)])
+    _save(options.json, [transfers.summary(one, samples[0]) for one, samples in zip(plans, taken, strict=True)])
     if options.plot is not None:
-        drawing = _grown(options.grow, plans, taken) if options.grow else _rounds(plan, taken[0])
+        drawing = _grown(options.grow, plans, taken) if options.grow else _rounds(plans[0], taken[0])
         _write(options.plot, "--plot", drawing)
+    return 0
+
+
+def _to_peer(options: argparse.Namespace, plans: Sequence[transfers.Plan]) -> int:
+    from . import hosts
+
+    given = {"--api worker": options.api == "worker", "--watch": options.watch, "--plot": options.plot}
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(f"{name} does not go with --peer")
+    server = hosts.ask(*options.peer)
+    rows = hosts.rows(hosts.measure(plans, server))
+    print(hosts.table(plans[0], server, rows))
+    if options.json is not None:
+        _write(options.json, "--json", json_text(rows, peer=hosts.about(plans[0], server)))
     return 0
 
 
@@ -126,7 +145,7 @@ def _config(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _rounds(plan: transfers.Plan, samples: Sequence[transfers.Samples]) -> str:
-    series = {transfers.label(one.name): list(enumerate(one.of("ms"), 1)) for one in samples}
+    series = {one.setup.name: list(enumerate(one.of("ms"), 1)) for one in samples}
     return svg(f"{plan.text}, {plan.transport}", "round", "ms", series)
 
 
@@ -135,7 +154,7 @@ def _grown(grow: str, plans: Sequence[transfers.Plan], taken: Sequence[Sequence[
     for plan, samples in zip(plans, taken, strict=True):
         for one in samples:
             x = float(getattr(plan.work, grow.replace("-", "_")))
-            series.setdefault(transfers.label(one.name), []).append((x, median(one.of("ms"))))
+            series.setdefault(one.setup.name, []).append((x, median(one.of("ms"))))
     return svg(f"{plans[0].text}, {plans[0].transport}, and on", grow, "median ms", series, doubling=True)
 
 
@@ -143,14 +162,8 @@ def handshake(options: argparse.Namespace) -> int:
     """`kvferry bench handshake`."""
     from . import handshake as cold
 
-    _need_nixl(options.peer)
-    if options.peer is not None:
-        try:
-            import zmq  # noqa: F401
-        except ImportError:
-            raise UsageError("--peer nixl needs pyzmq here, for the stock queries: pip install pyzmq") from None
     asked = (options.transport, options.ranks, options.blocks)
-    times = cold.measure(*asked, options.rounds, options.peer is not None)
+    times = cold.measure(*asked, options.rounds)
     print(cold.table(*asked, times))
     _save(options.json, [cold.summary(*asked, times)])
     return 0
@@ -170,8 +183,7 @@ def idle(options: argparse.Namespace) -> int:
     """`kvferry bench idle`."""
     from . import idle as idling
 
-    _need_nixl(options.peer)
-    cost = idling.measure(options.transport, options.peers, options.seconds, options.peer is not None)
+    cost = idling.measure(options.transport, options.peers, options.seconds)
     print(idling.table(cost, options.transport))
     _save(options.json, [idling.summary(cost, options.transport)])
     return 0
@@ -181,10 +193,9 @@ def behind(options: argparse.Namespace) -> int:
     """`kvferry bench behind`."""
     from . import behind as waiting
 
-    _need_nixl(options.peer)
     work = Work("random", options.block_bytes, options.blocks)
-    plan = transfers.Plan(work, options.transport, options.rounds, peer=options.peer is not None)
-    _fits(work, 3 if plan.peer else 1)
+    plan = transfers.Plan(work, options.transport, options.rounds)
+    _fits(work.text, work.pool_bytes, 2)
     samples = waiting.measure(plan)
     print(waiting.table(plan, samples))
     _save(options.json, [waiting.summary(plan, samples)])
@@ -197,9 +208,7 @@ def telemetry(options: argparse.Namespace) -> int:
 
     costs = counting.measure(options.transport, options.rounds, options.sittings)
     print(counting.table(options.transport, costs))
-    if options.json is not None:
-        text = json.dumps({"about": about(), "rows": counting.summary(options.transport, costs)}, indent=2)
-        _write(options.json, "--json", text + "\n")
+    _save(options.json, counting.summary(options.transport, costs))
     return 0
 
 

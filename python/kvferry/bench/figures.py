@@ -9,59 +9,22 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TypedDict
+from typing import Any
 
 from .. import ucx_info, version
 
+Row = dict[str, Any]
+"""One line of results: `work` and `transport` in words, and figures. Times are medians, None where not measured.
 
-class Row(TypedDict):
-    """One line of results. Times are medians, None where not measured.
-
-    `ours_ms`, `peer_ms`, `mooncake_ms` and `limit_ms` are times to completion of kvferry, of NIXL and Mooncake, each in
-    its better setting, and of the medium; `ratio_peer` is ours by NIXL's and `ratio_mooncake` ours by Mooncake's (lower
-    is better for us), `ratio_limit` the limit's by ours: the part of what the medium allows that is reached.
-    `caller_us` is time taken from the thread that starts the transfer and looks after it. `notify_us` is from the last
-    byte until the producer knows. CPU is that of both processes together.
-    """
-
-    work: str
-    transport: str
-    ours_ms: float | None
-    peer_ms: float | None
-    limit_ms: float | None
-    ratio_peer: float | None
-    ratio_limit: float | None
-    caller_us: float | None
-    peer_caller_us: float | None
-    notify_us: float | None
-    cpu_s_per_gb: float | None
-    peer_cpu_s_per_gb: float | None
-    ours_p99_ms: float | None
-    peer_p99_ms: float | None
-    peer_notify_us: float | None
-    mooncake_ms: float | None
-    ratio_mooncake: float | None
+`ours_ms` is the time to completion. `caller_us` is time taken from the thread that starts the transfer and looks after
+it. `notify_us` is from the last byte until the producer knows. CPU is that of both processes together.
+"""
 
 
 def percentile(values: Iterable[float], part: float) -> float:
     """The smallest value that `part` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
-
-
-def row(work: str, transport: str, **known: float | None) -> Row:
-    """A row of what is known; the ratios follow from the times."""
-    made: Row = dict.fromkeys(Row.__annotations__)  # type: ignore[assignment]
-    made.update(known)  # type: ignore[typeddict-item]
-    made["work"], made["transport"] = work, transport
-    ours, peer, mooncake, limit = made["ours_ms"], made["peer_ms"], made["mooncake_ms"], made["limit_ms"]
-    if ours and peer:
-        made["ratio_peer"] = ours / peer
-    if ours and mooncake:
-        made["ratio_mooncake"] = ours / mooncake
-    if ours and limit:
-        made["ratio_limit"] = limit / ours
-    return made
 
 
 def best(values: Iterable[Sequence[float]]) -> float | None:

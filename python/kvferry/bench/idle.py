@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import Agent
 from ..agent import PeerConnected
 from .engines.engine import cpu_of
-from .engines.nixl import NIXL_THREADS, plain_agent
-from .figures import Row, columns, number, row
+from .errors import BenchError
+from .figures import Row, columns, number
 from .remote import Remote
 
 _BYTES = 1 << 20
@@ -64,24 +64,6 @@ class _One:
         self._agent.shutdown()
 
 
-class _Nixl:
-    """A NIXL agent as vLLM makes it, with registered memory; `meet` connects it to another."""
-
-    def __init__(self, transport: str, threads: int) -> None:
-        self._memory = np.zeros(_BYTES, dtype=np.uint8)
-        self._agent = plain_agent(transport, threads)
-        self._agent.register_memory(self._agent.get_reg_descs([(self._memory.ctypes.data, _BYTES, 0, "")], "DRAM"))
-
-    def metadata(self) -> Any:
-        return self._agent.get_agent_metadata()
-
-    def connect(self, metadata: Any) -> None:
-        self._agent.add_remote_agent(metadata)
-
-    def close(self) -> None:
-        """The process's end gives everything back."""
-
-
 class Held(NamedTuple):
     """What a process holds (bytes of memory of its own, open descriptors) and has used (processor seconds)."""
 
@@ -91,18 +73,17 @@ class Held(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Processor seconds of the one process over `seconds`, kvferry's and NIXL's (by `num_threads`), and what each of
-    kvferry's peers costs it: memory and descriptors for as long as it is connected, processor time for connecting."""
+    """Processor seconds of the one process over `seconds`, and what each peer costs it: memory and descriptors for as
+    long as it is connected, processor time for connecting."""
 
     peers: int
     seconds: float
-    ours: float
-    nixl: dict[int, float]
+    cpu_s: float
     each: Held
 
 
-def measure(transport: str, peers: int, seconds: float, peer: bool) -> Idle:
-    """kvferry's agent with `peers` connections; with `peer` also NIXL's with one connection."""
+def measure(transport: str, peers: int, seconds: float) -> Idle:
+    """An agent with `peers` connections."""
     with ExitStack() as stack:
         others = stack.enter_context(Remote("peers", _Peers, transport, peers))
         one = stack.enter_context(Remote("the one agent", _One, transport))
@@ -111,19 +92,9 @@ def measure(transport: str, peers: int, seconds: float, peer: bool) -> Idle:
         one.ask("connect", metadata)
         heard = others.ask("connected")
         if heard != peers:
-            raise TimeoutError(f"{heard} of {peers} connections were made within {_LIMIT_S:.0f} s")
+            raise BenchError(f"{heard} of {peers} connections were made within {_LIMIT_S:.0f} s")
         each = Held(*((now - then) / peers for now, then in zip(_held(one.pid), before, strict=True)))
-        ours = _cost(one.pid, seconds)
-    nixl = {}
-    for threads in NIXL_THREADS if peer else ():
-        with ExitStack() as stack:
-            first, second = (
-                stack.enter_context(Remote(f"NIXL, num_threads {threads}", _Nixl, transport, threads)) for _ in range(2)
-            )
-            first.ask("connect", second.ask("metadata"))
-            second.pause()
-            nixl[threads] = _cost(first.pid, seconds)
-    return Idle(peers, seconds, ours, nixl, each)
+        return Idle(peers, seconds, cost(one.pid, seconds), each)
 
 
 def _held(pid: int) -> Held:
@@ -132,7 +103,8 @@ def _held(pid: int) -> Held:
     return Held(memory, len(os.listdir(f"/proc/{pid}/fd")), cpu_of(pid))
 
 
-def _cost(pid: int, seconds: float) -> float:
+def cost(pid: int, seconds: float) -> float:
+    """Processor seconds that a process takes in `seconds`, after it has settled."""
     time.sleep(SETTLE_S)
     before = cpu_of(pid)
     time.sleep(seconds)
@@ -141,20 +113,14 @@ def _cost(pid: int, seconds: float) -> float:
 
 def summary(idle: Idle, transport: str) -> Row:
     """The row: processor milliseconds of the process as a whole."""
-    peer = min(idle.nixl.values(), default=None)
-    return row(
-        f"idle for {idle.seconds:g} s, {idle.peers} peers connected: processor time",
-        transport,
-        ours_ms=idle.ours * 1e3,
-        peer_ms=None if peer is None else peer * 1e3,
-    )
+    work = f"idle for {idle.seconds:g} s, {idle.peers} peers connected: processor time"
+    return {"work": work, "transport": transport, "ours_ms": idle.cpu_s * 1e3}
 
 
-def table(idle: Idle, transport: str) -> str:
-    """All engines."""
-    lines = [(f"kvferry, {idle.peers} peers", number(idle.ours * 1e3), number(idle.ours / idle.seconds))]
-    for threads, cost in idle.nixl.items():
-        lines.append((f"NIXL, num_threads {threads}, 1 peer", number(cost * 1e3), number(cost / idle.seconds)))
+def table(idle: Idle, transport: str, others: Mapping[str, float] | None = None) -> str:
+    """Our process, and the processor seconds of `others` by name."""
+    costs = {f"kvferry, {idle.peers} peers": idle.cpu_s, **(others or {})}
+    lines = [(name, number(cpu_s * 1e3), number(cpu_s / idle.seconds)) for name, cpu_s in costs.items()]
     each = idle.each
     under = (
         f"each of kvferry's peers: {number(each.memory / 1024)} KiB, {number(each.descriptors)} descriptors, "

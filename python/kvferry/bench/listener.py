@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import Listener, Worker
+from .cache import GROUPS, area
 from .engines.engine import cpu_of
-from .figures import Row, columns, number, row
-from .handshake import GROUPS
+from .figures import Row, columns, number
 from .remote import Remote
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -48,12 +48,9 @@ class _Served:
         if alone:
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         self._cache = np.zeros((64, _BLOCK_BYTES), dtype=np.uint8)
-        area = {"layer": "0", "part": "kv", "group": 0, "region": 0, "offset": 0, "num_blocks": 64}
-        area |= {"block_stride": _BLOCK_BYTES, "heads": 1, "first_head": 0, "total_heads": 1, "tokens": 16}
-        area |= {"head_stride": _BLOCK_BYTES, "token_stride": _BLOCK_BYTES // 16, "content": _BLOCK_BYTES // 16}
         with Worker({"engine_id": "bench", "transport": "tcp"}) as worker:
             worker.register(self._cache.ctypes.data, self._cache.nbytes)
-            worker.set_geometry({"groups": GROUPS, "areas": [area]})
+            worker.set_geometry({"groups": GROUPS, "areas": [area("0", 64, _BLOCK_BYTES)]})
             metadata = worker.metadata()
         self._size = len(metadata)
         self._listener = Listener({"engine_id": "bench", "host": "127.0.0.1", "port": 0, "advertise_local": True})
@@ -179,7 +176,8 @@ def measure(clients: int, total: int) -> Visits:
 def summary(visits: Visits) -> Row:
     """The row: `ours_ms` is time by the clock per handshake, `caller_us` the listener's processor time for it."""
     work = f"listener, {visits.clients:,} clients at once, per handshake"
-    return row(work, "tcp", ours_ms=1e3 / visits.rate, caller_us=visits.cpu / visits.total * 1e6)
+    figures = {"ours_ms": 1e3 / visits.rate, "caller_us": visits.cpu / visits.total * 1e6}
+    return {"work": work, "transport": "tcp", **figures}
 
 
 def table(visits: Visits) -> str:

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from .work import Ids, Work
 
-_LAYER, _BLOCK, _WORD = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, so that products with different numbers differ."""
 _AT_ONCE = 32 << 20
 """Bytes that are made or compared at a time."""
 
 
 class Memory:
-    """`[layer, block, word]`: words of 8 bytes that differ by layer, block and place.
+    """`[layer, block, word]`: words of 8 bytes, each of which tells its place from the beginning.
 
     Every page is touched by the constructor. One mapping for all layers, so that a single copy can cover it. `pages` is
     a file whose pages it is to have, as `Pages` makes them.
@@ -82,10 +83,9 @@ class Memory:
         return [ids[start : start + step] for start in range(0, len(ids), step)]
 
     def _expected(self, layer: int, ids: Ids) -> NDArray[np.uint64]:
-        ramp = np.arange(self.shape[2], dtype=np.uint64) * _WORD
-        with np.errstate(over="ignore"):
-            base = ids.astype(np.uint64) * _BLOCK + np.uint64(layer + 1) * _LAYER
-            expected: NDArray[np.uint64] = base[:, None] + ramp[None, :]
+        _, blocks, words = self.shape
+        starts = (ids.astype(np.uint64) + np.uint64(layer * blocks)) * np.uint64(words)
+        expected: NDArray[np.uint64] = (starts[:, None] + np.arange(words, dtype=np.uint64)) * _FACTOR
         return expected
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 from .child import Process
-from .engines.engine import Setup, Took
+from .engines.engine import WORKER, Setup, Took
 from .errors import BenchError
 from .remote import Remote
 
@@ -25,10 +25,13 @@ class Pair(AbstractContextManager["Pair"]):
         self.setup = setup
         self._round = 0
         with ExitStack() as stack:
-            self._other = stack.enter_context(Remote(f"{setup.engine}, other side", Process, setup, False, 0))
-            self._starter = stack.enter_context(
-                Remote(f"{setup.engine}, starting side", Process, setup, True, self._other.pid)
-            )
+
+            def start(side: str, *arguments: object) -> Remote:
+                made = Remote(f"{setup.name}, {side} side", Process, setup, *arguments, package=setup.package)
+                return stack.enter_context(made)
+
+            self._other = start("other", False, 0)
+            self._starter = start("starting", True, self._other.pid)
             self._starter.ask("meet", self._other.ask("hello"))
             self._stack = stack.pop_all()
 
@@ -43,10 +46,10 @@ class Pair(AbstractContextManager["Pair"]):
         known = self._other.answer("known")
         wrong = self._other.ask("check") + self._starter.ask("check")
         if wrong:
-            raise BenchError(f"{self.setup.engine}: {wrong} words of 8 bytes are wrong after round {self._round}")
+            raise BenchError(f"{self.setup.name}: {wrong} words of 8 bytes are wrong after round {self._round}")
         # Where the end is only looked for at intervals, or comes after the producer's word as a worker's does, nothing
         # but a watcher tells when the last byte came.
-        late = self.setup.poll_s > 0 or self.setup.engine.startswith("worker")
+        late = self.setup.poll_s > 0 or self.setup.engine == WORKER
         last = took.extra.get("last_byte_at", None if late else took.done_at)
         return Round(took, None if known is None or last is None else known - last)
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..plan import describe
-from .figures import Row, columns, number, percentile, row
+from .figures import Row, columns, number, percentile
 
 BLOCK_TOKENS = 16
 
@@ -52,7 +52,7 @@ def measure(layers: int, blocks: int, steps: int, rounds: int) -> Times:
 def summary(layers: int, times: Times) -> list[Row]:
     """A row per number of blocks."""
     return [
-        row(f"plan {layers} layers x {count:,} blocks, TP 4 to 1", "-", ours_ms=median(taken))
+        {"work": f"plan {layers} layers x {count:,} blocks, TP 4 to 1", "transport": "-", "ours_ms": median(taken)}
         for count, _, taken in times
     ]
 

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -52,18 +53,29 @@ class Remote(AbstractContextManager["Remote"]):
     """Makes `make(*arguments)` in a new process. The object must have a method `close`.
 
     The constructor does not wait for it, so that several processes start at once; the first call does. An answer may
-    take `answer_s()` seconds.
+    take `answer_s()` seconds. `package` is a folder in which the process looks for modules before it does elsewhere.
     """
 
     def __init__(
-        self, name: str, make: Callable[..., Any], *arguments: Any, answer_s: Callable[[], float] = lambda: ANSWER_S
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *arguments: Any,
+        answer_s: Callable[[], float] = lambda: ANSWER_S,
+        package: str = "",
     ) -> None:
         self.name = name
         self._answer_s = answer_s
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
-        self._process.start()
+        # The process takes over this one's path.
+        path = sys.path
+        try:
+            sys.path = [package, *path] if package else path
+            self._process.start()
+        finally:
+            sys.path = path
         theirs.close()
         self._ready = False
         self.pid = int(self._process.pid or 0)

@@ -1,4 +1,4 @@
-"""Numbers as they are typed, and bytes as shown. Needs no numpy, so that the command line can be read without it."""
+"""Numbers and addresses as they are typed, and bytes as shown. Needs no numpy: the command line is read without it."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def between(least: int, most: int, name: str = "") -> Callable[[str], int]:
 
     parse.__name__ = name or f"whole number from {least:,} to {most:,}"
     return parse
+
+
+def host_and_port(text: str, port: str = "") -> tuple[str, int]:
+    """An address from a text such as `10.0.0.5:5680` or `[fd00::5]:5680`; without its port, if `port` is one.
+
+    Raises `ValueError` for anything else.
+    """
+    host, colon, number = text.rpartition(":")
+    if port and (not colon or text.endswith("]") or (text.count(":") > 1 and text[0] != "[")):
+        host, number = text, port
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= 65535:
+        raise ValueError(text)
+    return host, int(number)
+
+
+host_and_port.__name__ = "HOST:PORT such as 10.0.0.5:5680 or [fd00::5]:5680"

@@ -10,7 +10,7 @@ from statistics import median
 
 from .engines.engine import Setup
 from .errors import BenchError
-from .figures import columns, number, percentile
+from .figures import Row, columns, number, percentile
 from .transfer import Samples, alternate
 from .work import Work
 
@@ -51,7 +51,8 @@ def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
             for sitting in range(sittings):
                 # Each is the first to be made in one sitting and the last in another.
                 order = [(sitting + place) % len(VARIANTS) for place in range(len(VARIANTS))]
-                setup = Setup("counting", cost.work, transport, options={"variants": [variants[i] for i in order]})
+                options = {"variants": [variants[i] for i in order]}
+                setup = Setup("counting", ".engines.counting", cost.work, transport, options=options)
                 text = f"{cost.work.text}, sitting {sitting + 1} of {sittings}"
                 # A cycle more, in which the workers meet.
                 (samples,) = alternate([setup], (rounds + 1) * len(VARIANTS), text)
@@ -84,7 +85,7 @@ def table(transport: str, costs: Sequence[Cost]) -> str:
     return f"{title}\n{columns(head, lines, texts=2)}"
 
 
-def summary(transport: str, costs: Sequence[Cost]) -> list[dict[str, object]]:
+def summary(transport: str, costs: Sequence[Cost]) -> list[Row]:
     """A map per work: the median milliseconds of each variant, and its ratio to not counting."""
     return [
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,9 +16,9 @@ from ..bench import cli as bench
 from ..bench.errors import BenchError, UsageError
 from . import config, doctor, key, nixl, plan, trace
 
-BAD_INPUT, FAILED, CLOSED_PIPE = 2, 1, 141
-"""Exit codes: what was asked for cannot be; it was tried in vain; and nobody reads the output, which is a shell's code
-for a program that SIGPIPE ended."""
+BAD_INPUT, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 141
+"""Exit codes: what was asked for cannot be; it was tried in vain; and a shell's codes for a program that Ctrl-C has
+ended, or SIGPIPE since nobody reads its output."""
 
 
 _SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "nixl": nixl, "trace": trace}
@@ -97,7 +98,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     doctor.add_arguments(doctor_command)
     bench_command = commands.add_parser(
-        "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
+        "bench", help="measure transfers, also between two hosts, and the rest", description=bench.__doc__
     )
     bench.add_arguments(bench_command)
     trace_command = commands.add_parser(
@@ -138,4 +139,8 @@ def _bench(command: argparse.ArgumentParser, options: argparse.Namespace) -> int
     except UsageError as error:
         command.exit(BAD_INPUT, f"{command.prog} {options.bench}: error: {error}\n")
     except (KvferryError, BenchError) as error:
-        command.exit(FAILED, f"{command.prog} {options.bench}: failed: {error}\n")
+        # The C function's name says nothing to whoever types a command.
+        text = re.sub(r"^(\w+: )?kvf_\w+: ", "", str(error))
+        command.exit(FAILED, f"{command.prog} {options.bench}: failed: {text}\n")
+    except KeyboardInterrupt:
+        command.exit(INTERRUPTED, f"{command.prog} {options.bench}: interrupted\n")

@@ -14,6 +14,7 @@ from .._environment import variables, without, wrong_variables
 from .._errors import InvalidArgumentError, KvferryError
 from ..bench.errors import UsageError
 from ..bench.figures import columns
+from ..bench.sizes import host_and_port
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
@@ -47,17 +48,6 @@ def _seconds(text: str) -> float:
 _seconds.__name__ = "number of seconds from 1 to 600"
 
 
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
-        raise ValueError(text)
-    return host, int(port)
-
-
-_host_and_port.__name__ = "HOST:PORT such as 10.0.0.5:5680 or [fd00::5]:5680"
-
-
 def _field(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -79,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the engine's --kv-transfer-config, or its kv_connector_extra_config alone such as '{\"port\": 5700}': "
         "JSON text, the path of a file with it, or - for standard input",
     )
-    add("--peer", type=_host_and_port, metavar="HOST:PORT", help="an engine's handshake listener to ask")
+    add("--peer", type=host_and_port, metavar="HOST:PORT", help="an engine's handshake listener to ask")
     add("--no-connect", action="store_true", help="with --peer: do not connect to the agents of its ranks")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="how long the command may take (default 60)")
     add("--shape", metavar="KEY=VALUE,...", help="with --peer: the shape of this side's engine, to be compared")

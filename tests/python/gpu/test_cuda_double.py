@@ -239,3 +239,20 @@ def test_an_agent_can_be_shut_down_though_its_device_hangs(on_double: Variables,
     late = {"KVFERRY_CUDA_DOUBLE_DELAY_US": str(3600 * 10**6), "KVFERRY_CUDA_DOUBLE_CALLS": str(calls)}
     printed = run(on_double, HERE / "hung_device.py", **late)
     assert "keep registered memory alive" in printed, printed
+
+
+BENCH = """
+from kvferry.bench import hosts
+from kvferry.cli import main
+with hosts.serving(0, 1 << 20, "cuda", "auto", {}) as (_, (host, port)):
+    for direction in ("read", "write"):
+        for memory in ("cuda", "host"):
+            words = f"--peer {host}:{port} --direction {direction} --memory {memory} --block-bytes 4KiB --blocks 40"
+            assert main(["bench", "transfer", *words.split(), "--rounds", "1"]) == 0
+"""
+
+
+def test_kvferry_bench_with_a_server(on_double: Variables) -> None:
+    printed = run(on_double, "-c", BENCH)
+    assert printed.count("every byte compared") == 4
+    assert "cuda 0 memory there, host memory here" in printed

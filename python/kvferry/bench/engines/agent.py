@@ -8,10 +8,9 @@ from typing import Any
 
 from ... import Agent, Segment
 from ...agent import Message, PeerLost, TransferDone
+from ..errors import BenchError
 from ..memory import Memory
 from .engine import CallerClock, Setup, Stopwatch, Took, transport_of
-
-_LIMIT_S = 120.0
 
 
 def _agent(setup: Setup, memory: Memory) -> Agent:
@@ -26,8 +25,8 @@ class Starter:
 
     def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
         self._agent = _agent(setup, memory)
-        self._poll_s = setup.poll_s
-        self._pids = (os.getpid(), other)
+        self._poll_s, self._limit_s = setup.poll_s, setup.limit_s
+        self._pids: tuple[int, ...] = (os.getpid(), other)
         work = setup.work
         stride = work.block_bytes
         # A layer is a region of its own on both sides, and one list pair serves all of them.
@@ -43,12 +42,12 @@ class Starter:
 
     def warm(self) -> None:
         for local, remote in self._blocks[0]:
-            self._start(self._peer, self._segments[:1], [(local[:1], remote[:1])]).wait(_LIMIT_S)
+            self._start(self._peer, self._segments[:1], [(local[:1], remote[:1])]).wait(self._limit_s)
         self._agent.poll()
 
     def run(self, ticket: Any) -> Took:
         agent, start, peer, segments = self._agent, self._start, self._peer, self._segments
-        left = len(self._blocks)
+        left, limit_s = len(self._blocks), self._limit_s
         caller = CallerClock()
         watch = Stopwatch(self._pids)
 
@@ -64,10 +63,10 @@ class Starter:
             else:
                 # Asleep while waiting: what this thread is busy with is its processor time.
                 before = time.thread_time()
-                events = agent.wait(_LIMIT_S)
+                events = agent.wait(limit_s)
                 caller.asleep(time.thread_time() - before)
-            if not events and time.monotonic() - watch.start > _LIMIT_S:
-                raise TimeoutError(f"{left} of {len(self._blocks)} transfers have not ended within {_LIMIT_S:.0f} s")
+            if not events and time.monotonic() - watch.start >= limit_s:
+                raise BenchError(f"{left} of {len(self._blocks)} transfers have not ended within {limit_s:.0f} s")
             for event in events:
                 if isinstance(event, TransferDone):
                     if event.error is not None:
@@ -76,8 +75,12 @@ class Starter:
                 elif isinstance(event, PeerLost):
                     raise event.error
         took = watch.took(caller)
-        agent.send(peer, b"done")
+        self.tell()
         return took
+
+    def tell(self) -> None:
+        """Tells the other side that all is over."""
+        self._agent.send(self._peer, b"done")
 
     def close(self) -> None:
         self._agent.shutdown()

@@ -5,27 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from ..work import Work
 
 Result = TypeVar("Result")
+AGENT, WORKER = ".engines.agent", ".engines.worker"
+"""The modules of kvferry's own engines."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """What an engine is made from, in either process.
 
-    `poll_s` is how long the starting side sleeps between two looks; 0 means that it waits or spins, whichever ends
+    `name` is for people. `engine` is the module that has its two sides, relative to `kvferry.bench` if it begins with a
+    dot. `poll_s` is how long the starting side sleeps between two looks; 0 means that it waits or spins, whichever ends
     sooner for that engine. `options` are the engine's own. `pages` are the files whose pages are written and read.
+    `library` is the libkvferry.so to load and `package` the folder of the Python package `kvferry`, where they are not
+    this process's own. A round that takes longer than `limit_s` has failed.
     """
 
+    name: str
     engine: str
     work: Work
     transport: str
     poll_s: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     pages: tuple[str, str] | None = None
+    memory: Literal["host", "cuda"] = "host"
+    library: str = ""
+    package: str = ""
+    limit_s: float = 120.0
 
 
 def transport_of(setup: Setup) -> str:

@@ -13,13 +13,11 @@ from typing import Any
 
 from ... import Scheduler, Worker
 from ...worker import decode_report
+from ..cache import GROUPS, TOKENS, area, start_scheduler
 from ..memory import Memory
 from .engine import CallerClock, Setup, Stopwatch, Took, transport_of
 
 _LIMIT_S = 120.0
-_TOKENS = 16
-_LEASE_MS = 120_000
-_GROUPS = [{"kind": "full", "block_size": _TOKENS}]
 
 
 def _worker(name: str, setup: Setup, memory: Memory) -> Worker:
@@ -27,40 +25,12 @@ def _worker(name: str, setup: Setup, memory: Memory) -> Worker:
     worker = Worker(
         {"engine_id": name, "transport": transport_of(setup), "compat": [["model", "bench"]], **setup.options}
     )
-    area = {
-        "part": "kv",
-        "group": 0,
-        "offset": 0,
-        "num_blocks": work.pool_blocks,
-        "block_stride": work.block_bytes,
-        "heads": 1,
-        "first_head": 0,
-        "total_heads": 1,
-        "head_stride": work.block_bytes,
-        "tokens": _TOKENS,
-        "token_stride": work.block_bytes // _TOKENS,
-        "content": work.block_bytes // _TOKENS,
-    }
     areas = []
     for layer in range(work.layers):
         region = worker.register(*memory.layer(layer), memory.kind)
-        areas.append({**area, "layer": f"layer.{layer}", "region": region})
-    worker.set_geometry({"groups": _GROUPS, "areas": areas})
+        areas.append(area(f"layer.{layer}", work.pool_blocks, work.block_bytes, region=region))
+    worker.set_geometry({"groups": GROUPS, "areas": areas})
     return worker
-
-
-def _scheduler(name: str) -> Scheduler:
-    return Scheduler(
-        {
-            "engine_id": name,
-            "groups": _GROUPS,
-            "null_block": None,
-            "host": "127.0.0.1",
-            "port": 0,
-            "lease_ms": _LEASE_MS,
-            "advertise_local": True,
-        }
-    )
 
 
 def _submit(scheduler: Scheduler, worker: Worker) -> None:
@@ -77,7 +47,7 @@ class Starter:
         self._work, self._poll_s = setup.work, setup.poll_s
         self._pids = (os.getpid(), other)
         self._worker = _worker("consumer", setup, memory)
-        self._scheduler = _scheduler("consumer")
+        self._scheduler = start_scheduler("consumer")
         self._blocks = [written for written, _ in setup.work.ids()]
 
     def meet(self, hello: Any) -> None:
@@ -88,7 +58,7 @@ class Starter:
 
     def run(self, ticket: Any) -> Took:
         worker, scheduler = self._worker, self._scheduler
-        tokens = self._work.blocks * _TOKENS
+        tokens = self._work.blocks * TOKENS
         for request, params in ticket:
             scheduler.arrived(request, params)
         _submit(scheduler, worker)
@@ -146,7 +116,7 @@ class Other:
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self._work = setup.work
         self._worker = _worker("producer", setup, memory)
-        self._scheduler = _scheduler("producer")
+        self._scheduler = start_scheduler("producer")
         self._scheduler.serve({(0, 0): self._worker.metadata()})
         self._blocks = [read for _, read in setup.work.ids()]
         self._round = 0
@@ -161,7 +131,7 @@ class Other:
         for index, blocks in enumerate(self._blocks):
             request = f"{self._round}.{index}"
             keep, params = self._scheduler.finished(
-                request, {"do_remote_decode": True}, "complete", [blocks], self._work.blocks * _TOKENS
+                request, {"do_remote_decode": True}, "complete", [blocks], self._work.blocks * TOKENS
             )
             if not keep or params is None:
                 raise RuntimeError("the producer's scheduler side granted no lease")

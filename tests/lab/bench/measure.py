@@ -1,4 +1,4 @@
-"""The measurements behind the table: each is a call into `kvferry.bench` that prints its own table and gives a row."""
+"""The measurements behind the lines: each is a call into `kvferry.bench` that prints its own table and gives a row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,14 @@ from statistics import median
 from typing import Any
 
 from kvferry.bench import behind, handshake, idle, listener, planning, transfer
-from kvferry.bench.figures import Row, percentile, row
+from kvferry.bench.engines.engine import WORKER, Setup
+from kvferry.bench.figures import Row, best, percentile
 from kvferry.bench.transfer import Plan
 from kvferry.bench.work import Work
 
-ROOT = Path(__file__).resolve().parents[2]
+from . import beside, nixl
+
+ROOT = Path(__file__).resolve().parents[3]
 MANY_LAYERS, MANY_BLOCKS = 64, 4096
 """262,144 block-layers in one request."""
 POLL_S = 0.05
@@ -75,39 +79,40 @@ class Measurements:
         self.rows.append(made)
         return made
 
-    def _run(self, plan: Plan) -> Row:
-        samples = transfer.measure(plan)
-        return self._keep(transfer.summary(plan, samples), transfer.table(plan, samples))
+    def _run(self, plan: Plan, others: list[Setup]) -> Row:
+        samples = transfer.measure(plan, others)
+        return self._keep(beside.summary(plan, samples), beside.table(plan, samples))
+
+    def _stock(self, plan: Plan) -> list[Setup]:
+        return beside.nixl(plan.setup) if self._settings.peer else []
 
     def _transfer(self, shape: Shape) -> Row:
         transport, pattern, blocks, size = shape
-        work = Work(pattern, size, blocks)  # type: ignore[arg-type]
-        settings, tcp = self._settings, transport == "tcp"
-        am = settings.am_limit if tcp else None
-        mooncake = settings.mooncake and tcp
-        return self._run(
-            Plan(work, transport, settings.rounds, peer=settings.peer, limit=True, am_limit=am, mooncake=mooncake)
-        )
+        plan = Plan(Work(pattern, size, blocks), transport, self._settings.rounds)  # type: ignore[arg-type]
+        mooncake = beside.mooncake(plan.setup) if self._settings.mooncake and transport == "tcp" else []
+        return self._run(plan, [*self._stock(plan), *mooncake, *beside.baselines(plan.setup, self._settings.am_limit)])
 
     def _caller(self, transport: str) -> Row:
         work = Work("random", 1024, MANY_BLOCKS, MANY_LAYERS)
-        settings = self._settings
-        return self._run(Plan(work, transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S))
+        plan = Plan(work, transport, self._settings.rounds, WORKER, POLL_S)
+        return self._run(plan, self._stock(plan))
 
     def _notify(self, transport: str) -> Row:
-        settings = self._settings
-        return self._run(Plan(Work(), transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S, watch=True))
+        plan = Plan(Work(), transport, self._settings.rounds, WORKER, POLL_S, watch=True)
+        return self._run(plan, self._stock(plan))
 
     def _behind(self, transport: str) -> Row:
-        work = Work("random", 16384, 32768)
-        plan = Plan(work, transport, self._settings.rounds, peer=self._settings.peer)
+        plan = Plan(Work("random", 16384, 32768), transport, self._settings.rounds)
         samples = behind.measure(plan)
         return self._keep(behind.summary(plan, samples), behind.table(plan, samples))
 
     def _cold(self, ranks: int) -> Row:
         asked: tuple[str, int, int] = ("tcp", ranks, COLD_BLOCKS)
-        times = handshake.measure(*asked, self._settings.rounds, self._settings.peer)
-        return self._keep(handshake.summary(*asked, times), handshake.table(*asked, times))
+        times = cold(self._settings, ranks)
+        row = handshake.summary(*asked, times)
+        row["peer_ms"] = best([some for name, some in times.items() if name.startswith("NIXL")])
+        row["ratio_peer"] = beside.ratio(row["ours_ms"], row["peer_ms"])
+        return self._keep(row, handshake.table(*asked, times))
 
     def _listener(self) -> listener.Visits:
         visits = listener.measure(CLIENTS, VISITS)
@@ -115,8 +120,10 @@ class Measurements:
         return visits
 
     def _idle(self, transport: str) -> Row:
-        found = idle.measure(transport, IDLE_PEERS, IDLE_S, self._settings.peer)
-        return self._keep(idle.summary(found, transport), idle.table(found, transport))
+        found = idle.measure(transport, IDLE_PEERS, IDLE_S)
+        stock = nixl.idle(transport, IDLE_S) if self._settings.peer else {}
+        row = {**idle.summary(found, transport), "peer_ms": min((s * 1e3 for s in stock.values()), default=None)}
+        return self._keep(row, idle.table(found, transport, stock))
 
     def _vllm(self) -> dict[str, list[float]]:
         """Hand-over times by connector, in milliseconds."""
@@ -133,16 +140,18 @@ class Measurements:
                     times.setdefault(result["connector"], []).extend(known)
         for mine, peer in itertools.product(("kvferry", "kvferry-at-once"), ("stock", "stock-quiet")):
             ours, some = times[mine], times[peer]
-            made = row(
-                f"hand-over of real vLLM requests, {mine} beside {peer}",
-                "tcp",
-                ours_ms=median(ours),
-                peer_ms=median(some),
-                ours_p99_ms=percentile(ours, 0.99),
-                peer_p99_ms=percentile(some, 0.99),
-            )
-            self.rows.append(made)
+            made = {"work": f"hand-over of real vLLM requests, {mine} beside {peer}", "transport": "tcp"}
+            figures = {"ours_ms": median(ours), "peer_ms": median(some), "ratio_peer": median(ours) / median(some)}
+            tails = {"ours_p99_ms": percentile(ours, 0.99), "peer_p99_ms": percentile(some, 0.99)}
+            self.rows.append({**made, **figures, **tails})
         return times
+
+
+def cold(settings: Settings, ranks: int) -> handshake.Times:
+    """Milliseconds of first contacts by engine."""
+    asked: tuple[str, int, int] = ("tcp", ranks, COLD_BLOCKS)
+    with nixl.consumers(*asked) if settings.peer else nullcontext() as others:
+        return handshake.measure(*asked, settings.rounds, others)
 
 
 def grow(settings: Settings, folder: Path) -> None:
@@ -153,10 +162,11 @@ def grow(settings: Settings, folder: Path) -> None:
         for transport in ("shm", "tcp"):
             series: dict[str, list[tuple[float, float]]] = {}
             for work in works:
-                plan = Plan(work, transport, settings.rounds, peer=settings.peer, limit=True)
-                for one in transfer.measure(plan):
+                plan = Plan(work, transport, settings.rounds)
+                stock = beside.nixl(plan.setup) if settings.peer else []
+                for one in transfer.measure(plan, [*stock, *beside.baselines(plan.setup, None)]):
                     x = float(getattr(work, axis))
-                    series.setdefault(transfer.label(one.name), []).append((x, median(one.of("ms"))))
+                    series.setdefault(one.setup.name, []).append((x, median(one.of("ms"))))
             title = f"{works[0].text}, and on, {transport}"
             drawing = svg(title, axis.replace("_", " "), "median ms", series, doubling=True)
             (folder / f"grow-{name}-{transport}.svg").write_text(drawing, encoding="utf-8")
@@ -174,7 +184,7 @@ def grow(settings: Settings, folder: Path) -> None:
 def _grown_peers(settings: Settings, folder: Path, svg: Callable[..., str]) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     for ranks in (1, 2, 4, 8, 16, 32, 64):
-        for name, some in handshake.measure("tcp", ranks, COLD_BLOCKS, settings.rounds, settings.peer).items():
+        for name, some in cold(settings, ranks).items():
             series.setdefault(name, []).append((float(ranks), median(some)))
     drawing = svg(f"first contact to first byte, {COLD_BLOCKS:,} blocks", "ranks", "median ms", series, doubling=True)
     (folder / "grow-peers.svg").write_text(drawing, encoding="utf-8")

@@ -6,7 +6,7 @@ prefix-cache trimming, and `_compute_desc_ids` for both sides. The worker stands
 handshake would have set is set here, and NIXL does nothing. Not counted: what vLLM prepares once per remote engine, its
 scheduler side, and what NIXL does with the descriptors.
 
-kvferry's side is `cargo bench --bench planning -- rounds`: `RankPlan::request` for each of the remote ranks.
+kvferry's side is benches/planning.rs: `RankPlan::request` for each of the remote ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -114,12 +113,13 @@ def request(local: list[int], remote: list[int]) -> ReqMeta:
     return metadata.reqs_to_recv["request"]
 
 
-def main(rounds: int) -> None:
-    """Prints both medians and their ratio."""
+def main(arguments: list[str]) -> None:
+    """Prints both medians and their ratio. `arguments`: the rounds."""
+    rounds = int(arguments[0])
     ids = random.Random(7)
     local, remote = (ids.sample(range(4 * BLOCKS), BLOCKS) for _ in range(2))
     worker = Worker()
-    command = ["cargo", "bench", "--quiet", "--locked", "--bench", "planning", "--", "rounds"]
+    command = ["cargo", "bench", "--quiet", "--locked", "--bench", "planning"]
     ours: list[tuple[int, ...]] = []
     theirs: list[int] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bench:
@@ -157,8 +157,4 @@ def main(rounds: int) -> None:
     print(
         f"  plans against descriptor numbers: {stock / planned:.1f} times faster; by each one's best round {best:.1f}"
     )
-    print(f"  NixlConnector's descriptor numbers: {nixl.bytes / BLOCKS:.0f} bytes per block and request")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    print(f"  bytes per block: plans {ours[0][3] / BLOCKS:.0f}, descriptor numbers {nixl.bytes / BLOCKS:.0f}")

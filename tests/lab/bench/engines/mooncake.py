@@ -12,9 +12,8 @@ import os
 from typing import Any
 
 import numpy as np
-
-from ..memory import Memory
-from .engine import Setup, Stopwatch, Took
+from kvferry.bench.engines.engine import Setup, Stopwatch, Took
+from kvferry.bench.memory import Memory
 
 BLOCKS_PER_CALL = 65_535
 """The most that the engine queues for a peer. Further blocks of a call fail."""
@@ -34,9 +33,8 @@ def missing() -> str | None:
         import mooncake.engine  # noqa: F401
     except ImportError as error:
         return (
-            f"--peer mooncake needs Mooncake's transfer engine ({error}): run `pip install "
-            "mooncake-transfer-engine-non-cuda` and install libibverbs.so.1 (Debian's package libibverbs1), or in a "
-            "checkout run `scripts/setup mooncake` and add .deps/mooncake to PYTHONPATH, or leave the option out"
+            f"Mooncake's transfer engine is not here ({error}): run `scripts/setup mooncake`, add .deps/mooncake to "
+            "PYTHONPATH, and install libibverbs.so.1 (Debian's package libibverbs1)"
         )
     return None
 

@@ -1,11 +1,11 @@
-"""The medium itself, without an engine: what any engine on it can reach at most.
+"""The baseline: the medium itself, without an engine, which no engine on it can be faster than.
 
 - `vm`: `process_vm_readv` and `process_vm_writev` with up to 1,024 pieces a call, piece lists made beforehand, pieces
   that are neighbours on both sides merged.
 - `memcpy`: one plain copy per layer of the same number of bytes inside one process.
 - `device`: one plain copy per layer of the same number of bytes inside the GPU.
 - `socket`: one TCP stream over the loopback, the same number of bytes in one go.
-- `am`: UCX's own 1 MiB active messages over TCP, by the program that `--am-limit` names (`benches/am_limit.rs`).
+- `am`: UCX's own 1 MiB active messages over TCP, by the program `benches/am_limit.rs`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import time
 from typing import Any
 
 import numpy as np
+from kvferry import ucx_info
+from kvferry.bench.engines.engine import Setup, Stopwatch, Took
+from kvferry.bench.memory import Memory
+from kvferry.bench.work import Ids
 from numpy.typing import NDArray
-
-from ... import ucx_info
-from ..memory import Memory
-from ..work import Ids
-from .engine import Setup, Stopwatch, Took
 
 _IOV_MAX = 1024
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -149,7 +148,7 @@ class _Memcpy(_Bare):
 
 class _DeviceCopy(_Bare):
     def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
-        from ..cuda import CudaMemory
+        from kvferry.bench.cuda import CudaMemory
 
         assert isinstance(memory, CudaMemory)
         self._memory, self._source = memory, CudaMemory(setup.work)
@@ -264,7 +263,7 @@ class _Messages(_Bare):
         stdin.flush()
         line = stdout.readline()
         if not line:
-            raise RuntimeError(f"the program of --am-limit ended with {self._program.wait()}")
+            raise RuntimeError(f"the program of UCX's messages ended with {self._program.wait()}")
         figures = json.loads(line)
         return Took(figures["seconds"], None, time.monotonic(), figures["cpu_s"], {"placed": figures["placed_s"]})
 
@@ -278,8 +277,8 @@ _STARTERS = {"vm": _Vm, "memcpy": _Memcpy, "device": _DeviceCopy, "socket": _Soc
 
 
 def starter(setup: Setup, memory: Memory, other: int) -> Any:
-    return _STARTERS[setup.engine](setup, memory, other)
+    return _STARTERS[setup.options["kind"]](setup, memory, other)
 
 
 def other(setup: Setup, memory: Memory) -> Any:
-    return _SocketOther(setup, memory) if setup.engine == "socket" else _Idle(setup, memory)
+    return _SocketOther(setup, memory) if setup.options["kind"] == "socket" else _Idle(setup, memory)

@@ -14,13 +14,12 @@ import uuid
 from typing import Any
 
 import numpy as np
-
-from ..memory import Memory
-from .engine import CallerClock, Setup, Stopwatch, Took
+from kvferry.bench.engines.engine import CallerClock, Setup, Stopwatch, Took
+from kvferry.bench.memory import Memory
 
 NIXL_THREADS = (0, 4)
 """The settings of `num_threads` that are tried: none, and what vLLM sets."""
-_LIMIT_S = 120.0
+LIMIT_S = 120.0
 _MEMORY = {"host": "DRAM", "cuda": "VRAM"}
 TARGET_POLL_S = 0.001
 """How often the other side looks for notifications. vLLM does so once per step, which takes longer."""
@@ -38,8 +37,8 @@ def missing() -> str | None:
         import nixl  # noqa: F401
     except ImportError as error:
         return (
-            f"--peer nixl needs the nixl package ({error}); install it, as `pip install nixl==1.5.1` or `scripts/setup "
-            "vllm` do, or leave the option out"
+            f"the nixl package is not here ({error}); install it, as `pip install nixl==1.5.1` or `scripts/setup vllm` "
+            "do"
         )
     return None
 
@@ -135,8 +134,8 @@ class Starter:
             if any(state == "ERR" for _, state in found):
                 raise RuntimeError("a NIXL transfer failed")
             left = [handle for handle, state in found if state != "DONE"]
-            if now - watch.start > _LIMIT_S:
-                raise TimeoutError(f"{len(left)} NIXL transfers have not ended within {_LIMIT_S:.0f} s")
+            if now - watch.start > LIMIT_S:
+                raise TimeoutError(f"{len(left)} NIXL transfers have not ended within {LIMIT_S:.0f} s")
         took = watch.took(caller)
         for handle in handles:
             agent.release_xfer_handle(handle)

@@ -1,11 +1,10 @@
-"""Two builds of the library beside each other: which lines differ by more than noise."""
+"""Two builds beside each other, each with its own Python package: which lines differ by more than noise."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -64,24 +63,34 @@ def change(ratios: Sequence[float]) -> Change:
     return Change(math.exp(mean), math.sqrt(variance / len(logs)))
 
 
-def _ratio(shape: Shape, rounds: int, tree: Path, other: Path, swapped: bool) -> float:
+@dataclass(frozen=True)
+class Build:
+    """A library, the folder of the Python package that belongs to it, and whose they are."""
+
+    library: Path
+    package: Path
+    name: str
+
+
+def _ratio(shape: Shape, rounds: int, tree: Build, other: Build, swapped: bool) -> float:
     """The tree's median divided by the other build's, in a set-up of its own."""
     transport, pattern, blocks, size = shape
-    first, second = (other, tree) if swapped else (tree, other)
-    # The processes of the first engine take it from the environment.
-    os.environ["KVFERRY_LIBRARY"] = str(first)
-    work = Work(pattern, size, blocks)  # type: ignore[arg-type]
-    one, two = (median(s.of("ms")) for s in transfer.measure(Plan(work, transport, rounds, library=second)))
+    plan = Plan(Work(pattern, size, blocks), transport, rounds)  # type: ignore[arg-type]
+    engines = [
+        replace(plan.setup, name=build.name, library=str(build.library), package=str(build.package))
+        for build in ((other, tree) if swapped else (tree, other))
+    ]
+    one, two = (median(samples.of("ms")) for samples in transfer.alternate(engines, rounds, plan.text))
     return two / one if swapped else one / two
 
 
-def compare(names: Sequence[str], rounds: int, setups: int, tree: Path, other: Path, commit: str) -> int:
+def compare(names: Sequence[str], rounds: int, setups: int, tree: Build, other: Build) -> int:
     """Measures the lines and prints them. Exit code."""
-    for library, whose in ((tree, "this tree"), (other, commit)):
+    for build in (tree, other):
         try:
-            _ratio(("shm", "random", 16, 4096), 1, library, library, False)
+            _ratio(("shm", "random", 16, 4096), 1, build, build, False)
         except BenchError as error:
-            print(f"error: the library of {whose} does not work with this tree's Python package:\n{error}")
+            print(f"error: the build of {build.name} cannot be measured:\n{error}")
             return 1
     cells = []
     for name in names:
@@ -90,7 +99,7 @@ def compare(names: Sequence[str], rounds: int, setups: int, tree: Path, other: P
         each = " ".join(f"{ratio:.2f}" for ratio in ratios)
         cells.append((name, each, f"{found.ratio:.3f}", f"{found.error:.3f}", found.verdict))
         print(f"{name}: {found.ratio:.3f} +- {found.error:.3f}  {found.verdict}", flush=True)
-    print(f"\nthis tree's time divided by that of {commit}, {setups} set-ups of {rounds} rounds")
+    print(f"\n{tree.name}'s time divided by that of {other.name}, {setups} set-ups of {rounds} rounds")
     print(columns(("line", "set-ups", "ratio", "error", ""), cells, texts=2))
     print(f"\nA line moved if it differs by more than {ERRORS:.0f} errors and by more than {LEAST:.0%}.")
     return 0

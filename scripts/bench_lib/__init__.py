@@ -1,1 +1,0 @@
-"""`scripts/bench`: the whole table of what is asked of kvferry's speed, measured and judged."""

@@ -1,1 +1,0 @@
-"""kvferry's plug-in beside NIXL's UCX backend, through stock NIXL's own API."""
