@@ -215,7 +215,6 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_SHAPES_CASES", "Number of random pairs there."),
     ("KVFERRY_AM_LIMIT", "The built `am_limit` program, for `scripts/bench`."),
     ("KVFERRY_AM_LIMIT_SENDER", "Set by that program for its own second process."),
-    ("KVFERRY_BENCH_", "Set by benchmarks for their own processes."),
     ("KVFERRY_CHAOS_", "Set by `scripts/chaos` for its engines."),
     ("KVFERRY_DEMO_", "Set by `scripts/demo` for its servers."),
     ("KVFERRY_TEST_", "Set by tests for their own processes; `KVFERRY_TEST_LOG` shows the library's log."),

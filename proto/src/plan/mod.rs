@@ -25,7 +25,7 @@ pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
 pub use wanted::{Part, Wanted};
 
 /// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of
-/// moving run by run. Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core virtual
+/// moving run by run. Measured with `scripts/bench transfer --with gather_below=0` between two processes of a 2-core virtual
 /// machine, `process_vm_readv` against messages over TCP loopback: gathering moves 1.5 times as much in runs of 512
 /// bytes, as much in runs of 1 and 2 KiB (docs/benchmarks.md).
 pub const GATHER_BELOW: u64 = 1536;
