@@ -115,7 +115,7 @@ static engine start(const char *name)
 
 static void stop(engine e)
 {
-  /* The worker first: it lets go of the cache's memory. */
+  /* The worker first: it uses the cache's memory. */
   ok(kvf_worker_free(e.worker), "free the worker");
   ok(kvf_scheduler_free(e.scheduler), "free the scheduler");
 }

@@ -75,7 +75,7 @@ class Engine:
         sys.exit("error: the other engine did not do its part in time")
 
     def close(self) -> None:
-        """The worker first: it lets go of the cache's memory."""
+        """The worker first: it uses the cache's memory."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 

@@ -39,7 +39,7 @@
 #define KVF_VERSION "0.1.0"
 
 
-// What a call returns: KVF_OK, or what kind of thing went wrong. A number is never changed or used again for another
+// The status of a call: KVF_OK or the kind of error. A number is never changed or used again for another
 // kind; later releases may add some.
 enum kvf_code
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -140,7 +140,7 @@ typedef uint32_t kvf_direction;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// What a kvf_event tells.
+// The kind of a kvf_event.
 enum kvf_event_kind
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : uint32_t
@@ -246,7 +246,7 @@ typedef struct kvf_event {
   uint64_t peer;
   // The transfer.
   uint64_t transfer;
-  // What was given with the transfer.
+  // The caller's number for the transfer.
   uint64_t user_data;
   // Bytes whose operations succeeded.
   uint64_t bytes;
@@ -262,7 +262,7 @@ typedef struct kvf_event {
   uint64_t payload_len;
 } kvf_event;
 
-// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
+// A run of bytes that repeats at every block of one pair of lists. Block `i` of list `list` moves `length` bytes
 // between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
 // remote_stride` in the remote one. Offsets, strides and length are in bytes.
 typedef struct kvf_segment {
@@ -289,7 +289,7 @@ typedef struct kvf_segment {
 typedef struct kvf_outbox {
   // 1 while a report waits here. Set it to 0 when you have read the report, and the next one will be left here.
   uint8_t full;
-  // Not 0 when there is a report elsewhere: one that was too long for this memory, or came while it was full. Then
+  // Not 0 when there is a report elsewhere. It was too long for this memory, or came while it was full. Then
   // kvf_worker_poll gives everything, with what waits here.
   uint8_t more;
   // Not used.
@@ -314,14 +314,14 @@ typedef struct kvf_rank_metadata {
 extern "C" {
 #endif // __cplusplus
 
-// The name of a status in lower case without the prefix, such as "not_found"; "ok" for KVF_OK and "unknown" for a
-// number that this release does not have. The string lives as long as the process.
+// Gives the name of a status in lower case without the prefix, such as "not_found". It is "ok" for KVF_OK and
+// "unknown" for a number that this release does not have. The string lives as long as the process.
 const char *kvf_status_name(int32_t status);
 
-// Copies the text of the calling thread's last failed call to `out`: at most `cap - 1` bytes and a NUL, cut between
+// Copies the text of the calling thread's last failed call to `out`. At most `cap - 1` bytes and a NUL, cut between
 // characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room;
-// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
-// it as it is.
+// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this
+// function itself leaves it as it is.
 int32_t kvf_last_error(char *out,
                        size_t cap,
                        size_t *len);
@@ -329,39 +329,39 @@ int32_t kvf_last_error(char *out,
 // The library's version, such as "0.1.0". The string lives as long as the process.
 const char *kvf_version(void);
 
-// The protocol version of this library, the newest that it speaks to other engines ("Versions" in docs/protocol.md).
+// Gives the newest protocol version that this library speaks ("Versions" in docs/protocol.md).
 uint32_t kvf_protocol_version(void);
 
 // The oldest protocol version that this library speaks to other engines.
 uint32_t kvf_protocol_oldest(void);
 
-// The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
+// Gives the number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
 uint32_t kvf_abi_version(void);
 
-// Opens the UCX that agents of this process use, and tells which it is: a msgpack map of path, version and source
-// (how it was found). `ucx_lib` is the path of a libucp, or NULL with length 0 to have one found. A process has one
-// UCX: another path than the one in use is KVF_INVALID_ARGUMENT. Without a usable one it is KVF_UCX_MISSING, and the
-// text says where it was looked for and how to get one.
+// Opens the UCX that agents of this process use, and tells which it is. `*out` is a msgpack map of path, version and
+// source (how it was found). `ucx_lib` is the path of a libucp, or NULL with length 0 to have one found. A process
+// has one UCX: another path than the one in use is KVF_INVALID_ARGUMENT. Without a usable one it is KVF_UCX_MISSING,
+// and the text says where it was searched for and how to get one.
 int32_t kvf_ucx_info(const char *ucx_lib,
                      size_t ucx_lib_len,
                      struct kvf_buffer *out);
 
-// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies that only the host's own module path leads
-// to: `path` is that of its libucp.so.0, which the searches from now on try after those of the same package that they find
-// by themselves. The last path for either package counts. Opens nothing.
+// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies. `path` is that of its libucp.so.0,
+// where only the host's own module path leads to it. The searches from now on try it after those of the same package
+// that they find by themselves. The last path for either package counts. Opens nothing.
 int32_t kvf_ucx_hint(const char *path,
                      size_t path_len);
 
-// Every libucp that the search for a UCX comes by, in its order: a msgpack map with candidates, a list of maps with path,
-// source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search had ended), version (str or
-// nil) and why (str or nil: the reason of a refusal). Opens the chosen one as kvf_ucx_info does; that none is usable is
-// no error here. `ucx_lib` as there. Where this process has opened a UCX already, the answer is that of the search which
-// found it.
+// Lists every libucp that the search for a UCX comes by, in its order. `*out` is a msgpack map with candidates, a
+// list of maps with path, source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search
+// had ended), version (str or nil) and why (str or nil: the reason of a refusal). Opens the chosen one as
+// kvf_ucx_info does; that none is usable is no error here. `ucx_lib` as there. Where this process has opened a UCX
+// already, the answer is that of the search which found it.
 int32_t kvf_ucx_candidates(const char *ucx_lib,
                            size_t ucx_lib_len,
                            struct kvf_buffer *out);
 
-// What an agent of `config` (as in kvf_agent_start) would have to work with: a msgpack map with ucx (as of kvf_ucx_info),
+// Tells what an agent of `config` (as in kvf_agent_start) would use: a msgpack map with ucx (as of kvf_ucx_info),
 // resources (list of maps with transport and device, both in UCX's words), devices (list of maps with name, addresses (list
 // of str), is_used, repeats (whether other hosts may have the same addresses) and why: the network devices), moves_cuda (bool), unknown_variables (list of
 // maps with name and similar: variables UCX_* of the environment that this UCX does not know, and names that differ by a
@@ -375,16 +375,16 @@ int32_t kvf_ucx_outlook(const uint8_t *config,
 // copy of the struct is KVF_NOT_FOUND. Of a buffer that a fork has copied only `*buffer` is emptied.
 int32_t kvf_buffer_free(struct kvf_buffer *buffer);
 
-// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
-// callback set before: when this returns, that one is not running and is not called any more. Without a callback,
-// lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug, trace;
-// default warn) go to standard error.
+// Sets a callback for log lines up to `max_level` (1 error to 5 trace, 0 none). `user` is passed to each call.
+// Replaces a callback set before: when this returns, that one is not running and is not called any more. Without a
+// callback, lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug,
+// trace; default warn) go to standard error.
 int32_t kvf_log_set(kvf_log_callback callback,
                     void *user,
                     uint32_t max_level);
 
-// Removes the callback: when this returns, it is not running and is not called any more. Lines go to standard error as
-// KVFERRY_LOG says, as before kvf_log_set.
+// Removes the callback. When this returns, it is not running and is not called any more. Lines go to standard error
+// as KVFERRY_LOG says, as before kvf_log_set.
 int32_t kvf_log_unset(void);
 
 // Starts an agent: opens UCX and starts the thread that owns it.
@@ -393,7 +393,7 @@ int32_t kvf_log_unset(void);
 // kvf_settings_describe tells and docs/configuration.md lists.
 int32_t kvf_agent_start(const uint8_t *config, size_t config_len, struct kvf_agent **out);
 
-// Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
+// Registers `len` bytes at `addr`. Transfers can then name them, and peers can read and write them. `kind` is a
 // kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
 // `*index` is what segments on both sides call it. Ranges may overlap: each is a region of its own. Waits for the
 // registration, which pins the memory.
@@ -407,28 +407,28 @@ int32_t kvf_agent_register(struct kvf_agent *agent,
                            uint64_t *region,
                            uint32_t *index);
 
-// Takes a region back: new transfers with it are refused, those that use it are cancelled, peers on this host that copy by
-// themselves are waited for, also those that leave, and when this returns KVF_OK none touches its memory. A peer whose process
-// stands still is not waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that this
-// side has disconnected is not asked: deregister first. KVF_TIMEOUT when transfers, or copies that peers make, have not ended in
-// time: then the memory must stay allocated, and a later call waits again.
+// Deregisters a region; when this returns KVF_OK nothing touches its memory. New transfers with it are refused,
+// those that use it are cancelled, and peers on this host that copy by themselves are waited for, also those that
+// leave. A peer whose process stands still is not waited for longer than cancel_grace_ms, and may end a copy that it
+// has begun when it goes on; one that this side has disconnected is not asked: deregister first. KVF_TIMEOUT when
+// transfers, or copies that peers make, have not ended in time: then the memory must stay allocated, and a later
+// call waits again.
 int32_t kvf_agent_deregister(struct kvf_agent *agent,
                              uint64_t region);
 
-// The metadata with which another agent connects to this one and reaches the regions registered so far.
+// Gives the metadata with which another agent connects to this one. It reaches the regions registered so far.
 int32_t kvf_agent_metadata(struct kvf_agent *agent, struct kvf_buffer *out);
 
-// The metadata of one region, for peers that have connected already: its size does not depend on other regions. The peer
-// passes it to kvf_agent_add_region.
-int32_t kvf_agent_region_metadata(struct kvf_agent *agent,
-                                  uint64_t region,
-                                  struct kvf_buffer *out);
+// Gives the metadata of one region, for peers that have connected already. Its size does not depend on other
+// regions. The peer passes it to kvf_agent_add_region.
+int32_t kvf_agent_region_metadata(struct kvf_agent *agent, uint64_t region, struct kvf_buffer *out);
 
-// Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
-// of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
-// nothing; other metadata of a region that is known is KVF_CORRUPT, because an index names one region for ever. Metadata of
-// another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that lists regions but not this one takes
-// it away again; metadata that lists no region takes none away.
+// Makes a peer's region known that was registered after its metadata was made. The metadata is that of
+// kvf_agent_connect. `metadata` is of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the
+// region. Passing the same again does nothing; other metadata of a region that is known is KVF_CORRUPT, because an
+// index names one region for ever. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect
+// with metadata that lists regions but not this one takes it away again; metadata that lists no region takes none
+// away.
 int32_t kvf_agent_add_region(struct kvf_agent *agent,
                              uint64_t peer,
                              const uint8_t *metadata,
@@ -449,17 +449,19 @@ int32_t kvf_agent_connect(struct kvf_agent *agent,
                           size_t metadata_len,
                           uint64_t *peer);
 
-// Ends a connection: its transfers are cancelled, messages not sent yet are lost, and the id is dead at once.
-int32_t kvf_agent_disconnect(struct kvf_agent *agent, uint64_t peer);
+// Ends a connection; its id is invalid at once. Its transfers are cancelled, and messages not sent yet are lost.
+int32_t kvf_agent_disconnect(struct kvf_agent *agent,
+                             uint64_t peer);
 
-// Which way bytes go between this agent and a peer: a msgpack map with connected (bool: whether the peer has answered;
-// what follows is empty before), lanes (transports and devices of the connection, in UCX's words), and the names of the
-// paths of long runs: host (between host memories), device (between CUDA devices) and mixed (between the two).
+// Tells over which transports and data paths bytes go between this agent and a peer. `*out` is a msgpack map with
+// connected (bool: whether the peer has answered; what follows is empty before), lanes (transports and devices of
+// the connection, in UCX's words), and the names of the paths of long runs: host (between host memories), device
+// (between CUDA devices) and mixed (between the two).
 int32_t kvf_agent_route(struct kvf_agent *agent,
                         uint64_t peer,
                         struct kvf_buffer *out);
 
-// What was moved from and to each peer, and which way, in figures since the start: a msgpack map whose peers is a list of
+// Gives the figures of each peer since the start: a msgpack map whose peers is a list of
 // maps with name, connected (1 or 0), lanes, host, device and mixed (as of kvf_agent_route, empty while not connected), and
 // the counters that kvf_stats_metrics has under the scope "peer". Connections to agents of one name count together, also
 // those that are over; of names without a connection, the 256 that were connected last are kept. Transfers count on the
@@ -474,9 +476,9 @@ int32_t kvf_agent_send(struct kvf_agent *agent,
                        const uint8_t *data,
                        size_t data_len);
 
-// Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
-// be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
-// at a time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
+// Takes up to `cap` of the oldest events, without waiting. `*count` becomes their number, which may be 0. The
+// payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread at a
+// time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
 // library's thread.
 int32_t kvf_agent_poll(struct kvf_agent *agent,
                        struct kvf_event *out,
@@ -494,8 +496,9 @@ int32_t kvf_agent_wait(struct kvf_agent *agent,
 // Fetches an event's payload, once. KVF_NOT_FOUND after it was fetched, and after the next poll or wait.
 int32_t kvf_agent_recv(struct kvf_agent *agent, uint64_t payload, struct kvf_buffer *out);
 
-// Gauges, counters and histograms since the start, as a msgpack map; kvf_stats_metrics tells what each is.
-int32_t kvf_agent_stats(struct kvf_agent *agent, struct kvf_buffer *out);
+// Gives gauges, counters and histograms since the start, as a msgpack map. kvf_stats_metrics tells what each is.
+int32_t kvf_agent_stats(struct kvf_agent *agent,
+                        struct kvf_buffer *out);
 
 // Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
 // KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
@@ -530,9 +533,9 @@ int32_t kvf_agent_transfer(struct kvf_agent *agent,
                            uint64_t user_data,
                            uint64_t *transfer);
 
-// As kvf_agent_transfer, and sends a message of at most 16 MiB to the peer as soon as every byte was moved: the library
-// sends it, whether or not this side polls. It arrives as KVF_EVENT_MESSAGE, in order with those of kvf_agent_send. A
-// transfer that fails sends none. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
+// As kvf_agent_transfer, and sends the peer a message once every byte was moved. It has at most 16 MiB; the library
+// sends it, whether or not this side polls. It arrives as KVF_EVENT_MESSAGE, in order with those of kvf_agent_send.
+// A transfer that fails sends none. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
 int32_t kvf_agent_transfer_and_send(struct kvf_agent *agent,
                                     uint64_t peer,
                                     uint32_t direction,
@@ -550,10 +553,10 @@ int32_t kvf_agent_transfer_and_send(struct kvf_agent *agent,
 // Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
 int32_t kvf_agent_cancel(struct kvf_agent *agent, uint64_t transfer);
 
-// Waits up to `timeout_ms` milliseconds until a transfer is over, and so touches no memory any more; its
-// KVF_EVENT_TRANSFER_DONE is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not
-// over in time: then its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its
-// memory must stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
+// Waits up to `timeout_ms` milliseconds until a transfer is over and touches no memory. Its KVF_EVENT_TRANSFER_DONE
+// is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not over in time: then
+// its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its memory must
+// stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
 int32_t kvf_agent_wait_transfer(struct kvf_agent *agent,
                                 uint64_t transfer,
                                 uint32_t timeout_ms);
@@ -580,9 +583,9 @@ int32_t kvf_listener_address(struct kvf_listener *listener, struct kvf_buffer *h
 // Stops the listener, frees its port and the handle.
 int32_t kvf_listener_free(struct kvf_listener *listener);
 
-// Asks the handshake listener at `host`:`port` for the metadata of all ranks of its engine, and compares them with an
-// engine that need not run. Waits up to the configured time, also for a listener that is not complete yet, but not for one
-// that is not up.
+// Asks a handshake listener for the metadata of all ranks of its engine. It is at `host`:`port`; the ranks are
+// compared with an engine that need not run. Waits up to the configured time, also for a listener that is not
+// complete yet, but not for one that is not up.
 //
 // `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: engine (str: the engine expected there; any),
 // key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
@@ -608,9 +611,9 @@ int32_t kvf_handshake_survey(const char *host,
 // docs/configuration.md lists.
 int32_t kvf_worker_start(const uint8_t *config, size_t config_len, struct kvf_worker **out);
 
-// Registers `len` bytes at `addr` as a KV-cache region; `*index` is what the geometry calls it. `kind` is a
-// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All regions
-// come before kvf_worker_set_geometry.
+// Registers `len` bytes at `addr` as a KV-cache region. `*index` is its index in the geometry. `kind` is a
+// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All
+// regions come before kvf_worker_set_geometry.
 //
 // The memory must stay allocated until kvf_worker_shutdown or kvf_worker_free has returned KVF_OK.
 int32_t kvf_worker_register(struct kvf_worker *worker,
@@ -637,8 +640,8 @@ int32_t kvf_worker_set_geometry(struct kvf_worker *worker,
 // The rank's metadata, for the scheduler side. Its size grows with regions and layers, never with blocks.
 int32_t kvf_worker_metadata(struct kvf_worker *worker, struct kvf_buffer *out);
 
-// Hands the metadata to a listener that takes pushes, waiting up to `timeout_ms` milliseconds for it. `expected` is the
-// engine's number of ranks; `*missing` becomes how many the listener still lacks.
+// Hands the metadata to a listener that takes pushes. Waits up to `timeout_ms` milliseconds for it. `expected` is
+// the engine's number of ranks; `*missing` becomes how many the listener still lacks.
 int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
                                  const char *host,
                                  size_t host_len,
@@ -654,9 +657,9 @@ int32_t kvf_worker_submit(struct kvf_worker *worker,
                           const uint8_t *step,
                           size_t step_len);
 
-// Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
-// no call. Costs least of the ways to poll. While a thread reads there no other may, nor call kvf_worker_poll or
-// kvf_worker_wait, which take what waits there. A capacity of no more than the struct has reports only told of, in `more`.
+// Sets an outbox: reports go to `outbox`, `capacity` bytes with the struct itself. Polling then reads the caller's own
+// memory and needs no call, which costs least. While a thread reads there no other may, nor call kvf_worker_poll or
+// kvf_worker_wait, which take the report there. With a capacity of no more than the struct, `more` only tells of reports.
 //
 // The memory is emptied, and must stay allocated until another call of this function has succeeded or kvf_worker_free has
 // returned. NULL, with a capacity of 0, ends it. What was not read in an earlier outbox waits for the next poll.
@@ -664,7 +667,7 @@ int32_t kvf_worker_set_outbox(struct kvf_worker *worker,
                               struct kvf_outbox *outbox,
                               size_t capacity);
 
-// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+// Gives the events since the last poll, as an encoded report. An empty buffer without any. Never waits.
 int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 
 // Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen. KVF_SHUT_DOWN when the worker has
@@ -678,14 +681,15 @@ int32_t kvf_worker_wait(struct kvf_worker *worker,
 int32_t kvf_worker_stats(struct kvf_worker *worker,
                          struct kvf_buffer *out);
 
-// Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
-// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns what the
-// first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
+// Ends every request with a report, releases leases and frees UCX. Waits at most `timeout_ms` milliseconds. After
+// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns
+// what the first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
 int32_t kvf_worker_shutdown(struct kvf_worker *worker,
                             uint32_t timeout_ms);
 
-// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever.
+// As kvf_worker_shutdown, for an engine that starts a new worker later. It tells the new one by kvf_scheduler_renew;
+// prefills that wait to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the
+// memory must stay as it is for ever.
 int32_t kvf_worker_suspend(struct kvf_worker *worker,
                            uint32_t timeout_ms);
 
@@ -702,16 +706,16 @@ int32_t kvf_scheduler_start(const uint8_t *config,
                             size_t config_len,
                             struct kvf_scheduler **out);
 
-// Takes the metadata of the engine's ranks without serving it: what an engine that only receives needs before its
-// first load when it has several ranks.
+// Takes the metadata of the engine's ranks without serving it. An engine of several ranks that only receives needs
+// it before its first load.
 int32_t kvf_scheduler_set_engine(struct kvf_scheduler *scheduler,
                                  const struct kvf_rank_metadata *ranks,
                                  size_t ranks_len);
 
-// Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
-// of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
-// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend). The engine has another
-// incarnation from then on.
+// Takes the metadata of all ranks in place of what was given before. Their workers are new and hold the same parts of the
+// cache, as after a sleep in which its memory was freed. The next step tells the new workers of requests that wait to be
+// loaded; the old ones have reported what they had begun as over (kvf_worker_suspend). The engine has another incarnation
+// from then on.
 int32_t kvf_scheduler_renew(struct kvf_scheduler *scheduler,
                             const struct kvf_rank_metadata *ranks,
                             size_t ranks_len);
@@ -728,7 +732,7 @@ int32_t kvf_scheduler_serve(struct kvf_scheduler *scheduler,
 // below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
 //
 // Several requests may load one prefill, each with the same params, as the samples of one prompt (n > 1) do. The lease is
-// given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
+// released with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
 // params in every call: the lease is then kept for 5 s more.
 //
 // With multi_turn, a producer's request whose params name a decode engine's blocks (do_remote_decode with remote_block_ids) is
@@ -752,9 +756,10 @@ int32_t kvf_scheduler_matched(struct kvf_scheduler *scheduler,
                               uint64_t *tokens,
                               uint8_t *asynchronous);
 
-// Consumer: blocks are allocated, and the last `external_tokens` of the prompt's `prompt_tokens` tokens are to be loaded
-// into them; 0 gives the lease back. A second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
-// after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
+// Consumer: queues the load of the prompt's last `external_tokens` tokens into allocated blocks. 0 releases the
+// lease. `prompt_tokens` are all of the prompt's. A second call for the same request does nothing. The ids of all
+// `lists` lists, one per KV-cache group, lie one list after the other in `ids`; list `i` is the entries from
+// `list_offsets[i]` to before `list_offsets[i + 1]`.
 int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
                                 const char *request_id,
                                 size_t request_id_len,
@@ -766,17 +771,18 @@ int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
                                 uint64_t prompt_tokens,
                                 uint64_t external_tokens);
 
-// Producer: `*followed` becomes 1 if a consumer wants to know how far the prefill is that it awaits as `name` (its transfer_id),
-// so that kvf_scheduler_progressed is worth calling.
+// Producer: tells if a consumer follows the prefill's progress, so that kvf_scheduler_progressed is worth calling.
+// `*followed` becomes 1 then; the consumer awaits the prefill as `name` (its transfer_id).
 int32_t kvf_scheduler_is_followed(struct kvf_scheduler *scheduler,
                                   const char *name,
                                   size_t name_len,
                                   uint8_t *followed);
 
-// Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its transfer_id), are written by all ranks, into
-// these blocks, which are passed as in kvf_scheduler_allocated; those of groups with windows, chunks or states are not looked
-// at. Consumers read them from now on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0:
-// the blocks given before are given away, as when the request is preempted; to be said before others are given.
+// Producer: announces that the first `tokens` tokens of a prefill under way are written. Consumers await it as
+// `name` (its transfer_id). All ranks have written the tokens into these blocks, which are passed as in
+// kvf_scheduler_allocated; those of groups with windows, chunks or states are ignored. Consumers read them from now
+// on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0: the blocks given
+// before are given away, as when the request is preempted; to be said before others are given.
 //
 // To be called until kvf_scheduler_finished, and after it, while the blocks are kept, if what was written last is known only
 // then. Optional: without it, consumers read when the prefill is over. Of several requests with one name the first counts.
@@ -810,10 +816,11 @@ int32_t kvf_scheduler_finished(struct kvf_scheduler *scheduler,
                                uint8_t *keep,
                                struct kvf_buffer *answer);
 
-// What is new for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
-int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler, struct kvf_buffer *out);
+// Gives the new work for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
+int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler,
+                           struct kvf_buffer *out);
 
-// Whether the next step has work (`*pending` 1), so that an idle engine should make one.
+// Tells if the next step has work (`*pending` 1). An idle engine should make one then.
 int32_t kvf_scheduler_has_pending(struct kvf_scheduler *scheduler, uint8_t *pending);
 
 // Takes in the encoded report of a rank (of kvf_worker_poll), or of several (of kvf_report_merge). Every rank's reports are
@@ -831,18 +838,19 @@ int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
                              size_t report_len,
                              struct kvf_buffer *outcome);
 
-// For hosts that count by themselves over all ranks: every rank is done with the request on `side` (a kvf_side). It is over
-// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error. Its
-// id must not be used again before the reports have come, which would count for the new request. A host that goes by the
-// outcomes of kvf_scheduler_report does not need this.
+// Ends a request on `side` (a kvf_side) for hosts that count over all ranks. Every rank is done with it. It is over
+// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error.
+// Its id must not be used again before the reports have come, which would count for the new request. A host that
+// goes by the outcomes of kvf_scheduler_report does not need this.
 int32_t kvf_scheduler_over(struct kvf_scheduler *scheduler,
                            const char *request_id,
                            size_t request_id_len,
                            uint32_t side);
 
-// Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
-// what they hold is no longer valid, as after an update of the weights. Their blocks may be used again when reports say
-// that their sending is over. `*count` becomes how many have been let go of, now or earlier, whose blocks are not free yet.
+// Evicts the `most` oldest conversations that are kept for their next turns (multi_turn). The host needs their
+// blocks, or their contents are no longer valid, as after an update of the weights. Their blocks may be used again
+// when reports say that their sending is over. `*count` becomes how many evicted ones, now or earlier, have blocks
+// that are not free yet.
 int32_t kvf_scheduler_forget_histories(struct kvf_scheduler *scheduler,
                                        uint64_t most,
                                        uint64_t *count);
@@ -853,7 +861,7 @@ int32_t kvf_scheduler_stats(struct kvf_scheduler *scheduler, struct kvf_buffer *
 // Stops the listener, frees its port and the handle.
 int32_t kvf_scheduler_free(struct kvf_scheduler *scheduler);
 
-// Starts an aggregator, for hosts with a scheduler side of their own: a kvf_scheduler has one inside. `config` is a
+// Starts an aggregator, for hosts with a scheduler side of their own. A kvf_scheduler has one inside. `config` is a
 // msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the engine), limit (requests remembered).
 int32_t kvf_aggregator_start(const uint8_t *config,
                              size_t config_len,
@@ -865,7 +873,7 @@ int32_t kvf_aggregator_add(struct kvf_aggregator *aggregator,
                            const uint8_t *report,
                            size_t report_len);
 
-// From now on `count` ranks, whichever, end `request` on `side` (a kvf_side), in place of all.
+// Makes `count` ranks, whichever, end `request` on `side` (a kvf_side), in place of all.
 int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
                               const char *request,
                               size_t request_len,
@@ -875,13 +883,14 @@ int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
 // Forgets a request, so that its id can be used again.
 int32_t kvf_aggregator_forget(struct kvf_aggregator *aggregator, const char *request, size_t request_len);
 
-// What is known of requests since the last call, as the msgpack map that kvf_scheduler_report gives.
-int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator, struct kvf_buffer *out);
+// Gives the requests that ended since the last call. `*out` is the msgpack map that kvf_scheduler_report gives.
+int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator,
+                            struct kvf_buffer *out);
 
 // Frees the aggregator.
 int32_t kvf_aggregator_free(struct kvf_aggregator *aggregator);
 
-// The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
+// Decodes a report to a msgpack map. It has rank, granted, finished_sending, finished_recving, failed_recving,
 // records and stats. Block ids are binary, little-endian words of 32 bits.
 //
 // granted: prefills with a transfer_id, by this engine's request ids, whose lease this rank has: their blocks are written, so
@@ -894,8 +903,8 @@ int32_t kvf_report_decode(const uint8_t *report,
 // The inverse of kvf_report_decode: tests of hosts make reports up with it.
 int32_t kvf_report_encode(const uint8_t *body, size_t body_len, struct kvf_buffer *out);
 
-// Combines two encoded reports, or batches that this function made, into one batch for kvf_scheduler_report
-// or kvf_aggregator_add. Associative and commutative.
+// Combines two encoded reports or batches into one batch. It is for kvf_scheduler_report or kvf_aggregator_add.
+// Associative and commutative.
 int32_t kvf_report_merge(const uint8_t *left,
                          size_t left_len,
                          const uint8_t *right,
@@ -910,7 +919,7 @@ int32_t kvf_stats_merge(const uint8_t *left,
                         size_t right_len,
                         struct kvf_buffer *out);
 
-// What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
+// Describes every figure, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
 // totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter",
 // "gauge" or "histogram"), name (in Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
 // empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
@@ -925,7 +934,7 @@ int32_t kvf_stats_prometheus(const uint8_t *rows,
                              size_t rows_len,
                              struct kvf_buffer *out);
 
-// Works out, without engines and without memory, who reads what from whom when one request is handed over.
+// Works out which rank reads what from which rank for one request. Needs neither engines nor memory.
 //
 // `deployment` is a msgpack map. Keys: model (map with groups: a list of maps with kind, as in
 // kvf_worker_set_geometry, layers (list of layer numbers) and parts (list of maps with name, heads, positions (1) and
@@ -953,7 +962,8 @@ int32_t kvf_plan_describe(const uint8_t *deployment,
 // aggregator: whose configuration the key is in), giver ("operator"; "program": set by the program that holds the engine;
 // "environment": set by the variable alone), type (in words), unit, default (nil where there is none, then otherwise
 // says in words what holds, or "required"), otherwise, value, source ("given", "environment" or "default"), variable
-// (the environment variable, or nil) and help. unknown_variables: list of maps with name and nearest (or nil), the
+// (the environment variable, or nil), former (the key's earlier name, if the value was given under it, or nil), is_retired
+// (the key has no effect) and help. unknown_variables: list of maps with name and nearest (or nil), the
 // environment variables called KVFERRY_* that nothing reads.
 int32_t kvf_settings_describe(const uint8_t *given,
                               size_t given_len,

@@ -13,7 +13,7 @@ pub(crate) struct LogLimit {
 const PERIOD: Duration = Duration::from_secs(10);
 
 impl LogLimit {
-    /// Whether a line may be written now; gives how many were left out since the last one that was.
+    /// Returns `None` if no line may be written now, else how many were left out since the last one.
     pub(crate) fn pass(&mut self, now: Instant) -> Option<u64> {
         if self.last.is_some_and(|last| now.saturating_duration_since(last) < PERIOD) {
             self.left_out = self.left_out.saturating_add(1);

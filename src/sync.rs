@@ -1,4 +1,4 @@
-//! What the modules that threads share are made of. `loom/` builds those very files with a module of this name that has
+//! Types that the modules shared by threads are made of. `loom/` builds those very files with a module of this name that has
 //! loom's types, and tries every order in which threads can run.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -33,7 +33,7 @@ impl Signal {
         let _ = rustix::io::read(&self.0, &mut count);
     }
 
-    /// What a loop waits on.
+    /// The descriptor that a loop waits on.
     pub(crate) fn fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }

@@ -31,14 +31,14 @@ fn metadata(source: &mut Source, shape: EngineShape) -> RankMetadata {
 
 /// Takes the answers that came later.
 fn take_answers(directory: &mut Directory, open: &mut HashMap<u64, Vec<u8>>) {
-    while let Some((asker, reply)) = directory.poll_answer() {
+    while let Some((client, reply)) = directory.poll_answer() {
         let HandshakeReply::Prefills { id, .. } = HandshakeReply::from_bytes(&reply).unwrap() else {
             panic!("a question about prefills is answered with something else")
         };
-        assert_eq!(open.remove(&id), Some(asker), "one answer for a question, to its asker");
+        assert_eq!(open.remove(&id), Some(client), "one answer for a question, to its client");
     }
-    let askers: HashSet<&Vec<u8>> = open.values().collect();
-    assert_eq!(askers.len(), open.len(), "one open question for an asker");
+    let clients: HashSet<&Vec<u8>> = open.values().collect();
+    assert_eq!(clients.len(), open.len(), "one open question for a client");
 }
 
 /// A sequence of requests.
@@ -104,21 +104,21 @@ pub fn run(data: &[u8]) {
                     0 => directory.prefill_gone(request),
                     1 => directory.prefilled(prefill),
                     2 => directory.prefill_progressed(prefill),
-                    _ => directory.prefill_withdrawn(&request),
+                    _ => directory.prefill_retracted(&request),
                 }
                 take_answers(&mut directory, &mut open);
                 continue;
             }
             5 => {
-                let asker = vec![source.below(3) as u8];
+                let client = vec![source.below(3) as u8];
                 let requests = (0..source.below(4)).map(|_| rank::request(format!("x{}", source.below(4)))).collect();
                 let from_tokens = (0..source.below(5)).map(|_| source.below(9) as u64).collect();
                 let ask = HandshakeRequest::Await { id: number, engine: rank::engine("p"), requests, from_tokens };
-                if let Some(reply) = directory.answer_to(&asker, &ask.to_bytes().unwrap()) {
+                if let Some(reply) = directory.answer_to(&client, &ask.to_bytes().unwrap()) {
                     let reply = HandshakeReply::from_bytes(&reply).unwrap();
                     assert!(matches!(reply, HandshakeReply::Prefills { id, .. } if id == number), "{reply:?}");
                 } else {
-                    open.insert(number, asker);
+                    open.insert(number, client);
                 }
                 take_answers(&mut directory, &mut open);
                 continue;

@@ -1,12 +1,12 @@
 //! One scheduler machine and arbitrary calls of its host, in any order. Each request has at most one load under way,
 //! blocks are kept exactly while a report is owed, and what is over is forgotten. With conversations (the last byte says
-//! whether), those that are kept are no more than may be, and the oldest are let go of first.
+//! whether), those that are kept are no more than may be, and the oldest are evicted first.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvferry::proto::ids::{Incarnation, RankId, RequestId};
-use kvferry::proto::scheduler::{FinishOutcome, MultiTurn, Scheduler, SchedulerConfig};
+use kvferry::proto::scheduler::{FinishOutcome, MultiTurn, SchedulerMachine, SchedulerMachineConfig};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::{Blocks, Message, StepMetadata, TransferParams, WorkerReport};
 
@@ -16,18 +16,18 @@ use super::machines::rank;
 /// The most blocks that conversations keep.
 const MOST_BLOCKS: u64 = 8;
 
-/// Conversations that were let go of in all runs of this process: whether the rules about them have been tried.
-pub static LET_GO: AtomicU64 = AtomicU64::new(0);
+/// Conversations evicted in all runs of this process: whether the rules about them have been tried.
+pub static EVICTED: AtomicU64 = AtomicU64::new(0);
 
-fn scheduler(conversations: bool) -> Scheduler {
+fn scheduler(conversations: bool) -> SchedulerMachine {
     let multi_turn = conversations.then_some(MultiTurn { lease_ms: 5000, least_tokens: 3, most_blocks: MOST_BLOCKS });
-    let config = SchedulerConfig::new(rank::engine("d"), Incarnation(5), rank::groups());
-    let mut scheduler = Scheduler::new(SchedulerConfig { multi_turn, ..config }).unwrap();
+    let config = SchedulerMachineConfig::new(rank::engine("d"), Incarnation(5), rank::groups());
+    let mut scheduler = SchedulerMachine::new(SchedulerMachineConfig { multi_turn, ..config }).unwrap();
     scheduler.set_address("10.0.0.1", 5680);
     scheduler
 }
 
-fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+fn take_step(scheduler: &mut SchedulerMachine) -> StepMetadata {
     StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
 }
 
@@ -93,7 +93,7 @@ struct Model {
     loaded: HashSet<RequestId>,
     /// Conversations that are kept, the oldest first, and how many blocks each has.
     histories: VecDeque<(RequestId, u64)>,
-    /// Those that are let go of, until a report says that nobody reads them any more; and whether a step has said so.
+    /// Those that are evicted, until a report says that nobody reads them any more; and whether a step has said so.
     let_go: HashMap<RequestId, bool>,
 }
 
@@ -108,10 +108,10 @@ impl Model {
         self.histories.push_back((id, blocks));
     }
 
-    /// How many conversations have been let go of and are not reported yet.
+    /// How many conversations have been evicted and are not reported yet.
     fn forget(&mut self, most: usize) -> usize {
         let count = self.histories.len().min(most);
-        LET_GO.fetch_add(count as u64, Ordering::Relaxed);
+        EVICTED.fetch_add(count as u64, Ordering::Relaxed);
         self.let_go.extend(self.histories.drain(..count).map(|(id, _)| (id, false)));
         self.let_go.len()
     }
@@ -134,7 +134,7 @@ impl Model {
         let kept = |id: &RequestId| self.sending.contains(id) && !self.let_go.contains_key(id);
         assert!(!step.dropped.iter().any(kept), "what is kept is not dropped");
         for (id, told) in &mut self.let_go {
-            assert!(*told || step.dropped.contains(id), "{id}: workers are told at once what is let go of");
+            assert!(*told || step.dropped.contains(id), "{id}: workers are told at once what is evicted");
             *told = true;
         }
     }

@@ -4,7 +4,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use kvferry::proto::handshake::Session;
+use kvferry::proto::handshake::HandshakeCheck;
 use kvferry::proto::ids::{EngineId, Incarnation};
 use kvferry::proto::wire::{
     AgentMetadata, HandshakeReply, HandshakeRequest, Message, PeerMessage, RankMetadata, ReportBatch, StepMetadata,
@@ -28,7 +28,7 @@ pub fn run(data: &[u8]) {
         1 => {
             let Some(reply) = survives::<HandshakeReply>(bytes) else { return };
             let local = Arc::new(rank::metadata(rank::engine("d"), 77, 8));
-            let session = Session::new(local, 7, EngineId::new("engine-p").unwrap(), Some(Incarnation(9)));
+            let session = HandshakeCheck::new(local, 7, EngineId::new("engine-p").unwrap(), Some(Incarnation(9)));
             let _ = session.judge(reply);
         }
         2 => {

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::proto::handshake::{HandshakeFailure, PrefillNews};
+use kvferry::proto::handshake::{HandshakeFailure, PrefillProgress};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
@@ -17,7 +17,7 @@ use kvferry::proto::wire::{
     WorkerReport,
 };
 use kvferry::proto::worker::{
-    Action, AwaitId, Gauges, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker,
+    Action, AwaitId, MachineGauges, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, WorkerMachine,
 };
 
 use super::Source;
@@ -25,7 +25,7 @@ use super::machines::{rank, worker_config};
 
 /// How the world around the machine stands.
 struct World {
-    worker: Worker,
+    worker: WorkerMachine,
     now: Time,
     /// Handshakes that were asked for, by their engine.
     handshakes: Vec<(SessionId, String)>,
@@ -73,7 +73,7 @@ fn remote(source: &mut Source, number: usize) -> Remote {
 
 impl World {
     fn new() -> World {
-        let mut worker = Worker::new(worker_config("d", 77)).unwrap();
+        let mut worker = WorkerMachine::new(worker_config("d", 77)).unwrap();
         worker.set_local(Arc::new(rank::metadata(rank::engine("d"), 77, 8)));
         World {
             worker,
@@ -260,7 +260,7 @@ impl World {
                 lease_id: source.below(3) as u64,
             };
             let incarnation = Incarnation(1 + source.below(2) as u64);
-            Ok(PrefillNews { incarnation, prefill, over: source.flag() })
+            Ok(PrefillProgress { incarnation, prefill, over: source.flag() })
         };
         self.awaited.remove(&known);
         self.worker.handle_prefill(self.now, known, result);
@@ -424,7 +424,7 @@ impl World {
         }
         assert!(self.loads.is_empty(), "loads without a report: {:?}", self.loads.keys());
         assert!(self.grants.is_empty(), "grants without a report: {:?}", self.grants.keys());
-        assert_eq!(self.worker.gauges(), Gauges::default(), "everything is forgotten");
+        assert_eq!(self.worker.gauges(), MachineGauges::default(), "everything is forgotten");
         assert!(self.awaited.is_empty(), "nothing is waited for that no load wants");
         assert!(self.worker.is_drained() && self.worker.poll_timeout().is_none(), "an idle machine sleeps");
     }

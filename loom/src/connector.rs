@@ -1,7 +1,7 @@
 //! The worker's reports and commands.
 
-#[path = "../../src/connector/shared.rs"]
-mod shared;
+#[path = "../../src/connector/channel.rs"]
+mod channel;
 
 mod trace {
     pub struct Tracer;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use loom::sync::Arc;
 use loom::thread;
-use shared::{Command, Shared};
+use channel::{Command, WorkerChannel};
 
 use crate::proto::wire::WorkerReport;
 use crate::sys::{Outbox, OutboxMemory};
@@ -21,11 +21,11 @@ fn report(id: u32) -> WorkerReport {
 }
 
 /// A thread that publishes reports 1 and 2.
-fn publish_two(shared: &Arc<Shared>) -> thread::JoinHandle<()> {
-    let shared = Arc::clone(shared);
+fn publish_two(channel: &Arc<WorkerChannel>) -> thread::JoinHandle<()> {
+    let channel = Arc::clone(channel);
     thread::spawn(move || {
-        shared.publish(report(1));
-        shared.publish(report(2));
+        channel.publish(report(1));
+        channel.publish(report(2));
     })
 }
 
@@ -33,32 +33,32 @@ fn publish_two(shared: &Arc<Shared>) -> thread::JoinHandle<()> {
 #[test]
 fn each_report_is_taken_once() {
     loom::model(|| {
-        let shared = Arc::new(Shared::default());
-        let driver = publish_two(&shared);
-        let mut got: Vec<u32> = shared.take_report().map(|r| r.finished_recving).unwrap_or_default();
+        let channel = Arc::new(WorkerChannel::default());
+        let driver = publish_two(&channel);
+        let mut got: Vec<u32> = channel.take_report().map(|r| r.finished_recving).unwrap_or_default();
         driver.join().unwrap();
-        got.extend(shared.take_report().map(|r| r.finished_recving).unwrap_or_default());
+        got.extend(channel.take_report().map(|r| r.finished_recving).unwrap_or_default());
         assert_eq!(got, [1, 2], "in order, none lost");
-        assert!(shared.take_report().is_none());
+        assert!(channel.take_report().is_none());
     });
 }
 
-fn with_outbox() -> (Arc<Shared>, Arc<OutboxMemory>) {
-    let (shared, memory) = (Arc::new(Shared::default()), Arc::new(OutboxMemory::default()));
-    shared.set_outbox(Some(Outbox(Arc::clone(&memory))));
-    (shared, memory)
+fn with_outbox() -> (Arc<WorkerChannel>, Arc<OutboxMemory>) {
+    let (channel, memory) = (Arc::new(WorkerChannel::default()), Arc::new(OutboxMemory::default()));
+    channel.set_outbox(Some(Outbox(Arc::clone(&memory))));
+    (channel, memory)
 }
 
 /// A reader of an outbox, which asks by a call only where the outbox says so, gets each report once and in order.
 #[test]
 fn a_report_in_the_outbox_is_read_once() {
     loom::model(|| {
-        let (shared, memory) = with_outbox();
-        let driver = publish_two(&shared);
+        let (channel, memory) = with_outbox();
+        let driver = publish_two(&channel);
         let mut got = Vec::new();
         let look = |got: &mut Vec<u32>| {
             if memory.more() {
-                got.extend(shared.take_report().into_iter().flat_map(|r| r.finished_recving));
+                got.extend(channel.take_report().into_iter().flat_map(|r| r.finished_recving));
             } else {
                 got.extend(memory.read().into_iter().flatten().map(u32::from));
             }
@@ -69,7 +69,7 @@ fn a_report_in_the_outbox_is_read_once() {
         look(&mut got);
         look(&mut got);
         assert_eq!(got, [1, 2], "in order, none lost, none twice");
-        assert!(memory.read().is_none() && shared.take_report().is_none());
+        assert!(memory.read().is_none() && channel.take_report().is_none());
     });
 }
 
@@ -77,11 +77,11 @@ fn a_report_in_the_outbox_is_read_once() {
 #[test]
 fn a_waiter_gets_what_is_in_the_outbox() {
     loom::model(|| {
-        let (shared, memory) = with_outbox();
-        let driver = publish_two(&shared);
+        let (channel, memory) = with_outbox();
+        let driver = publish_two(&channel);
         let mut got = Vec::new();
         while got.len() < 2 {
-            got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
+            got.extend(channel.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
         }
         assert_eq!(got, [1, 2]);
         driver.join().unwrap();
@@ -93,14 +93,14 @@ fn a_waiter_gets_what_is_in_the_outbox() {
 #[test]
 fn an_outbox_can_be_taken_away() {
     loom::model(|| {
-        let (shared, memory) = with_outbox();
-        let driver = publish_two(&shared);
-        shared.set_outbox(None);
+        let (channel, memory) = with_outbox();
+        let driver = publish_two(&channel);
+        channel.set_outbox(None);
         // As the caller's `free` would.
         memory.overwrite();
         let mut got = Vec::new();
         while got.len() < 2 {
-            got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
+            got.extend(channel.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
         }
         assert_eq!(got, [1, 2]);
         driver.join().unwrap();
@@ -111,17 +111,17 @@ fn an_outbox_can_be_taken_away() {
 #[test]
 fn a_waiter_gets_the_report_or_the_end() {
     loom::model(|| {
-        let shared = Arc::new(Shared::default());
+        let channel = Arc::new(WorkerChannel::default());
         let driver = {
-            let shared = Arc::clone(&shared);
+            let channel = Arc::clone(&channel);
             thread::spawn(move || {
-                shared.publish(report(1));
-                shared.set_gone();
+                channel.publish(report(1));
+                channel.set_gone();
             })
         };
-        let first = shared.wait_report(Duration::from_secs(3600));
+        let first = channel.wait_report(Duration::from_secs(3600));
         assert_eq!(first.map(|r| r.finished_recving), Some(vec![1]));
-        assert!(shared.wait_report(Duration::from_secs(3600)).is_none());
+        assert!(channel.wait_report(Duration::from_secs(3600)).is_none());
         driver.join().unwrap();
     });
 }
@@ -130,17 +130,17 @@ fn a_waiter_gets_the_report_or_the_end() {
 #[test]
 fn commands_keep_their_order() {
     loom::model(|| {
-        let shared = Arc::new(Shared::default());
+        let channel = Arc::new(WorkerChannel::default());
         let handle = {
-            let shared = Arc::clone(&shared);
+            let channel = Arc::clone(&channel);
             thread::spawn(move || {
-                shared.push(Command::Step(vec![1]));
-                shared.push(Command::Step(vec![2]));
+                channel.push(Command::Step(vec![1]));
+                channel.push(Command::Step(vec![2]));
             })
         };
         let mut got = Vec::new();
         while got.len() < 2 {
-            match shared.pop() {
+            match channel.pop() {
                 Some(Command::Step(step)) => got.extend(step),
                 _ => thread::yield_now(),
             }

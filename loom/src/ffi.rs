@@ -5,12 +5,12 @@ mod table;
 
 use loom::sync::Arc;
 use loom::thread;
-use table::{FIRST, Table};
+use table::{FIRST, NumberTable};
 
 use crate::sync::{AtomicUsize, RwLock};
 
-fn table() -> Arc<Table<Arc<u32>>> {
-    Arc::new(Table::from(RwLock::new(None), AtomicUsize::new(FIRST)))
+fn table() -> Arc<NumberTable<Arc<u32>>> {
+    Arc::new(NumberTable::from(RwLock::new(None), AtomicUsize::new(FIRST)))
 }
 
 /// Two threads that make handles get different ones.
@@ -36,7 +36,7 @@ fn a_handle_is_taken_once_and_a_call_keeps_its_object() {
     loom::model(|| {
         let table = table();
         let number = table.insert(Arc::new(5));
-        let take = move |table: &Table<Arc<u32>>| table.take(number, |thing| thing.cloned().ok_or(())).is_ok();
+        let take = move |table: &NumberTable<Arc<u32>>| table.take(number, |thing| thing.cloned().ok_or(())).is_ok();
         let other = {
             let table = Arc::clone(&table);
             thread::spawn(move || take(&table))

@@ -167,8 +167,8 @@ mod proto {
     }
     pub mod worker {
         #[derive(Clone, Debug)]
-        pub struct Gauges;
-        pub struct Worker;
+        pub struct MachineGauges;
+        pub struct WorkerMachine;
     }
 }
 

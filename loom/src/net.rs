@@ -1,11 +1,11 @@
 //! The listener's flags.
 
-#[path = "../../src/net/shared.rs"]
-mod shared;
+#[path = "../../src/net/flags.rs"]
+mod flags;
 
 use loom::sync::Arc;
 use loom::thread;
-use shared::Shared;
+use flags::ListenerFlags;
 
 use crate::error::Error;
 
@@ -13,22 +13,22 @@ use crate::error::Error;
 #[test]
 fn a_stop_is_not_slept_through() {
     loom::model(|| {
-        let shared = Arc::new(Shared::new().unwrap());
+        let flags = Arc::new(ListenerFlags::new().unwrap());
         let listener = {
-            let shared = Arc::clone(&shared);
+            let flags = Arc::clone(&flags);
             thread::spawn(move || {
-                while !shared.is_stopped() {
+                while !flags.is_stopped() {
                     // It sleeps until the descriptor is readable, which it stays.
-                    while shared.fd() == 0 {
+                    while flags.fd() == 0 {
                         thread::yield_now();
                     }
                 }
-                shared.end();
+                flags.end();
             })
         };
-        shared.stop();
+        flags.stop();
         listener.join().unwrap();
-        assert!(!shared.is_alive() && shared.failure().is_none());
+        assert!(!flags.is_alive() && flags.failure().is_none());
     });
 }
 
@@ -36,19 +36,19 @@ fn a_stop_is_not_slept_through() {
 #[test]
 fn the_reason_is_there_before_the_end() {
     loom::model(|| {
-        let shared = Arc::new(Shared::new().unwrap());
+        let flags = Arc::new(ListenerFlags::new().unwrap());
         let listener = {
-            let shared = Arc::clone(&shared);
+            let flags = Arc::clone(&flags);
             thread::spawn(move || {
-                shared.count_request();
-                shared.fail(Error(7));
-                shared.end();
+                flags.count_request();
+                flags.fail(Error(7));
+                flags.end();
             })
         };
-        if !shared.is_alive() {
-            assert_eq!(shared.failure(), Some(Error(7)));
+        if !flags.is_alive() {
+            assert_eq!(flags.failure(), Some(Error(7)));
         }
         listener.join().unwrap();
-        assert_eq!((shared.failure(), shared.requests()), (Some(Error(7)), 1));
+        assert_eq!((flags.failure(), flags.requests()), (Some(Error(7)), 1));
     });
 }

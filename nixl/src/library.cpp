@@ -123,7 +123,7 @@ void LineLimit::say(const std::string &line) {
     left_out_++;
     return;
   }
-  kvferry::say(left_out_ ? line + " (" + std::to_string(left_out_) + " such lines left out)" : line);
+  kvferry::say(left_out_ ? line + " (" + std::to_string(left_out_) + " similar lines suppressed)" : line);
   last_ = now;
   has_last_ = true;
   left_out_ = 0;

@@ -27,7 +27,7 @@ const MAX_COMPLETED: usize = 4096;
 /// Which of a request's two sides a report is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Direction {
+pub enum RequestSide {
     /// The producer's blocks being read.
     Send,
     /// The consumer's blocks being filled.
@@ -39,16 +39,17 @@ pub enum Direction {
 pub struct FailedRecv {
     /// The request.
     pub request: RequestId,
-    /// What each failed rank said first, by rank.
+    /// The first failure that each failed rank reported, by rank.
     pub causes: Vec<(RankId, Cause, String)>,
     /// The blocks that any rank calls invalid, ascending.
     pub invalid_blocks: Blocks,
 }
 
-/// What came to its end since the last poll. Each request is in at most one outcome per direction.
+/// The requests that ended since the last poll. Each is in at most one outcome per side.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Prefills that consumers may await and that can be read on every rank, in the order in which the last rank said so.
+    /// Prefills that can be read on every rank, for consumers that await them. In the order in which the last rank
+    /// said so.
     pub granted: Vec<RequestId>,
     /// Sends over, in the order in which they ended.
     pub finished_sending: Vec<RequestId>,
@@ -63,7 +64,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Whether there is nothing to tell.
+    /// True if there is nothing to tell.
     pub fn is_empty(&self) -> bool {
         self.granted.is_empty()
             && self.finished_sending.is_empty()
@@ -76,7 +77,7 @@ impl Outcome {
 
 /// A request under way in one direction.
 #[derive(Debug, Clone, Default)]
-struct Pending {
+struct PendingRequest {
     reported: RankSet,
     /// How many ranks must report; none means all.
     count: Option<u32>,
@@ -85,9 +86,9 @@ struct Pending {
 }
 
 #[derive(Debug, Clone)]
-struct Side {
-    pending: HashMap<RequestId, Pending>,
-    /// Completed requests, and who has reported them.
+struct SideState {
+    pending: HashMap<RequestId, PendingRequest>,
+    /// Completed requests, and the ranks that have reported them.
     done: Latest<RequestId, RankSet>,
 }
 
@@ -99,9 +100,9 @@ pub struct Aggregator {
     ranks: Vec<RankId>,
     limit: usize,
     /// Grants of which some ranks have said that they have them.
-    grant: Side,
-    send: Side,
-    recv: Side,
+    grant: SideState,
+    send: SideState,
+    recv: SideState,
     ready: Outcome,
 }
 
@@ -113,7 +114,8 @@ impl Aggregator {
         Self::with_limit(ranks, DEFAULT_LIMIT)
     }
 
-    /// As [`Aggregator::new`], remembering `limit` requests under way and as many completed, of these 4096 at most, per direction.
+    /// As [`Aggregator::new`], with a limit. It remembers `limit` requests under way and as many completed, of these
+    /// 4096 at most, per side.
     pub fn with_limit(ranks: impl IntoIterator<Item = RankId>, limit: usize) -> Result<Aggregator> {
         let ranks: Vec<RankId> = ranks.into_iter().collect::<BTreeSet<_>>().into_iter().collect();
         if ranks.is_empty() {
@@ -126,7 +128,7 @@ impl Aggregator {
             ));
         }
         let limit = limit.max(1);
-        let [grant, send, recv] = [(); 3].map(|()| Side::new(limit));
+        let [grant, send, recv] = [(); 3].map(|()| SideState::new(limit));
         Ok(Aggregator { ranks, limit, grant, send, recv, ready: Outcome::default() })
     }
 
@@ -140,7 +142,7 @@ impl Aggregator {
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for 0 or more than there are ranks, [`ErrorKind::Exhausted`] when too many
     /// requests are under way.
-    pub fn expect(&mut self, request: &RequestId, direction: Direction, count: u32) -> Result<()> {
+    pub fn expect(&mut self, request: &RequestId, direction: RequestSide, count: u32) -> Result<()> {
         if count == 0 || count as usize > self.ranks.len() {
             return Err(Error::invalid(format!(
                 "{count} reports were expected of request {request}, the engine has {} ranks: expect 1 to that many",
@@ -207,30 +209,30 @@ impl Aggregator {
             }
         }
         for request in report.finished_sending.iter().filter(|r| new_sends.contains(r)) {
-            self.settle(request, Direction::Send);
+            self.settle(request, RequestSide::Send);
         }
         let failed = report.failed_recving.iter().map(|failure| &failure.request);
         for request in report.finished_recving.iter().chain(failed).filter(|r| new_recvs.contains(r)) {
-            self.settle(request, Direction::Recv);
+            self.settle(request, RequestSide::Recv);
         }
         Ok(())
     }
 
-    /// Takes every report of a batch; on error the ranks before the failing one have been taken, and the batch can be
+    /// Takes every report of a batch. On error the ranks before the failing one have been taken, and the batch can be
     /// added again.
     pub fn add_batch(&mut self, batch: &ReportBatch) -> Result<()> {
         batch.reports().try_for_each(|report| self.add(report))
     }
 
-    /// What has ended since the last poll, if anything.
+    /// Returns the requests that ended since the last poll, if any did.
     pub fn poll(&mut self) -> Option<Outcome> {
         let ready = std::mem::take(&mut self.ready);
         (!ready.is_empty()).then_some(ready)
     }
 
-    /// The host knows by itself that `request` is over in this direction: from now on reports about it are late ones, and
-    /// no outcome names it.
-    pub fn end(&mut self, request: &RequestId, direction: Direction) {
+    /// Ends `request` on this side because the host knows that it is over. Reports about it are late ones from now
+    /// on, and no outcome names it.
+    pub fn end(&mut self, request: &RequestId, direction: RequestSide) {
         for side in self.sides(direction) {
             if !side.done.contains_key(request) {
                 let reported = side.pending.remove(request).map(|pending| pending.reported).unwrap_or_default();
@@ -239,34 +241,34 @@ impl Aggregator {
         }
     }
 
-    /// Forgets `request` in both directions, under way or completed, so that its id can be used again. A late report
-    /// about it counts as the first of a new request.
+    /// Forgets `request` on both sides, so that its id can be used again. A late report about it counts as the first
+    /// of a new request.
     pub fn forget(&mut self, request: &RequestId) {
-        self.forget_side(request, Direction::Send);
-        self.forget_side(request, Direction::Recv);
+        self.forget_side(request, RequestSide::Send);
+        self.forget_side(request, RequestSide::Recv);
     }
 
     /// As [`Aggregator::forget`], in one direction.
-    pub fn forget_side(&mut self, request: &RequestId, direction: Direction) {
+    pub fn forget_side(&mut self, request: &RequestId, direction: RequestSide) {
         for side in self.sides(direction) {
             side.pending.remove(request);
             side.done.remove(request);
         }
     }
 
-    /// What is remembered in this direction; a prefill that is sent has been granted too.
-    fn sides(&mut self, direction: Direction) -> impl Iterator<Item = &mut Side> {
+    /// The state of this side; a prefill that is sent has been granted too.
+    fn sides(&mut self, direction: RequestSide) -> impl Iterator<Item = &mut SideState> {
         let (side, grant) = match direction {
-            Direction::Send => (&mut self.send, Some(&mut self.grant)),
-            Direction::Recv => (&mut self.recv, None),
+            RequestSide::Send => (&mut self.send, Some(&mut self.grant)),
+            RequestSide::Recv => (&mut self.recv, None),
         };
         std::iter::once(side).chain(grant)
     }
 
-    fn side_mut(&mut self, direction: Direction) -> &mut Side {
+    fn side_mut(&mut self, direction: RequestSide) -> &mut SideState {
         match direction {
-            Direction::Send => &mut self.send,
-            Direction::Recv => &mut self.recv,
+            RequestSide::Send => &mut self.send,
+            RequestSide::Recv => &mut self.recv,
         }
     }
 
@@ -291,10 +293,10 @@ impl Aggregator {
     }
 
     /// Moves `request` to the outcome if all expected ranks have reported.
-    fn settle(&mut self, request: &RequestId, direction: Direction) {
+    fn settle(&mut self, request: &RequestId, direction: RequestSide) {
         let all = self.ranks.len();
         let side = self.side_mut(direction);
-        let needed = |pending: &Pending| pending.count.map_or(all, |count| count as usize);
+        let needed = |pending: &PendingRequest| pending.count.map_or(all, |count| count as usize);
         let complete = side.pending.get(request).is_some_and(|pending| pending.reported.len() >= needed(pending));
         if !complete {
             return;
@@ -302,8 +304,8 @@ impl Aggregator {
         let Some(pending) = side.pending.remove(request) else { return };
         side.done.insert(request.clone(), pending.reported);
         match direction {
-            Direction::Send => self.ready.finished_sending.push(request.clone()),
-            Direction::Recv => {
+            RequestSide::Send => self.ready.finished_sending.push(request.clone()),
+            RequestSide::Recv => {
                 self.ready.finished_recving.push(request.clone());
                 if !pending.failures.is_empty() {
                     let causes =
@@ -316,9 +318,9 @@ impl Aggregator {
     }
 }
 
-impl Side {
-    fn new(limit: usize) -> Side {
-        Side { pending: HashMap::new(), done: Latest::new(limit.min(MAX_COMPLETED)) }
+impl SideState {
+    fn new(limit: usize) -> SideState {
+        SideState { pending: HashMap::new(), done: Latest::new(limit.min(MAX_COMPLETED)) }
     }
 
     /// Notes that the rank has reported `request`; whether that is news.

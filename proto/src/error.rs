@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-/// What kind of thing went wrong. The number is part of the C ABI (`kvf_status`): it is never changed or reused.
+/// The kind of an error. Its number is part of the C ABI (`kvf_status`): it is never changed or reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(i32)]
 pub enum ErrorKind {
@@ -92,7 +92,7 @@ impl Error {
         Self::new(ErrorKind::Corrupt, message)
     }
 
-    /// What kind of thing went wrong.
+    /// The kind of error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

@@ -15,7 +15,7 @@ pub(crate) use bounds::{Axes, Piece, fold, runs};
 
 /// Most KV-cache groups of a rank. vLLM's hybrid models have fewer than ten.
 pub const MAX_GROUPS: usize = 256;
-/// Most areas of a rank: about what fits into a rank metadata message of 4 MiB.
+/// Most areas of a rank. About as many fit into a rank metadata message of 4 MiB.
 pub const MAX_AREAS: usize = 16_384;
 /// Longest layer name in bytes.
 pub const MAX_LAYER_BYTES: usize = 256;
@@ -27,7 +27,7 @@ pub const MAX_AXIS: u32 = 1 << 20;
 /// contiguous make 160 Ki.
 pub const MAX_RUNS: u64 = 1 << 20;
 
-/// What kind of cache a KV-cache group holds.
+/// The kind of cache that a KV-cache group holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupKind {
@@ -50,13 +50,12 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Whether every token's cache is kept, so that those at the beginning can be read before the end is known.
+    /// True if every token's cache is kept. The first tokens can then be read before the end is known.
     pub fn keeps_all(self) -> bool {
         matches!(self, GroupKind::Full | GroupKind::Latent)
     }
 
-    /// The first token that is still looked at when the last of `tokens` tokens is computed (again); none where every
-    /// token is.
+    /// The first token that attention still reads for the last of `tokens` tokens. None where every token is.
     pub fn front(self, tokens: u64) -> Option<u64> {
         match self {
             GroupKind::SlidingWindow { window } => Some(tokens.saturating_sub(window.into())),
@@ -113,12 +112,12 @@ impl Group {
         Group { kind, block_size, token_ranks: 1, token_rank: 0, token_interleave: 1 }
     }
 
-    /// Tokens that one entry of a block list stands for, over all ranks that the tokens are dealt to; at least 1.
+    /// Tokens per entry of a block list, over all ranks that share them; at least 1.
     pub fn span(&self) -> u64 {
         u64::from(self.block_size).saturating_mul(self.token_ranks.into()).max(1)
     }
 
-    /// Where in its block the rank holds the `token`-th token of a span; none if another rank does.
+    /// The place in its block of the `token`-th token of a span. None if another rank holds it.
     pub fn position(&self, token: u64) -> Option<u64> {
         let interleave = u64::from(self.token_interleave.max(1));
         let (turn, within) = (token / interleave, token % interleave);
@@ -128,7 +127,8 @@ impl Group {
     }
 }
 
-/// One part (such as K, or V, or both packed) of one layer on one rank: bytes over (block, head, token, content).
+/// One part of one layer on one rank, such as K, or V, or both packed. A map of bytes over (block, head, token,
+/// content).
 ///
 /// Byte `c` of unit `u` of head `h` and token position `t` of block `b` lies in the region at
 /// `offset + b*block_stride + (h - first_head)*head_stride + (t / tokens)*page_stride + (t % tokens)*token_stride
@@ -141,7 +141,7 @@ impl Group {
 pub struct Area {
     /// The layer's global name, the same on both engines (vLLM: the attention layer's name).
     pub layer: String,
-    /// Which part of the layer: `k`, `v`, `kv` (K and then V in the content), `latent`, `conv`, `ssm`.
+    /// The part of the layer: `k`, `v`, `kv` (K, then V), `latent`, `conv`, `ssm`.
     pub part: String,
     /// Index into [`Geometry::groups`].
     pub group: u32,
@@ -159,13 +159,13 @@ pub struct Area {
     pub first_head: u32,
     /// KV heads of this layer over all ranks, copies counted once. Layers may have different numbers of them.
     pub total_heads: u32,
-    /// Whether `first_head` and `total_heads` count each rank's heads as different ones, because the engine does not know
+    /// True if `first_head` and `total_heads` count the same head on two ranks twice. The engine then does not know
     /// which ranks hold copies. Such a layer is copied between equal tensor-parallel sizes only.
     #[serde(default)]
     pub heads_by_rank: bool,
     /// Bytes from a head to the next.
     pub head_stride: u64,
-    /// Physical blocks ("kernel blocks") that make one block of the block table, one after the other in token order.
+    /// Physical blocks ("kernel blocks") per block of the block table, in token order.
     #[serde(default = "one")]
     pub pages: u32,
     /// Bytes from one of them to the next.
@@ -186,8 +186,9 @@ pub struct Area {
     pub unit_stride: u64,
     /// Contiguous bytes per (block, head, token, unit).
     pub content: u64,
-    /// What the bytes are, as far as this map does not tell: the type of an element, and the writer where a block's tokens
-    /// or heads can't be told apart. The same on both engines; empty where it is not stated, which is then not compared.
+    /// The format of the bytes beyond this map. It names the type of an element, and the writer where a block's
+    /// tokens or heads can't be told apart. The same on both engines; empty where it is not stated, which is then not
+    /// compared.
     #[serde(default)]
     pub format: String,
 }
@@ -236,14 +237,13 @@ impl Area {
         Area { layer: String::new(), part: String::new(), format: String::new(), ..*self }
     }
 
-    /// Bytes from the region's base to the end of the last block, or none when that does not fit 64 bits.
+    /// Bytes from the region's base to the end of the last block. None when that does not fit 64 bits.
     pub fn end(&self) -> Option<u64> {
         let blocks = self.block_stride.checked_mul(u64::from(self.num_blocks).checked_sub(1)?)?;
         self.offset.checked_add(blocks)?.checked_add(self.extent()?)
     }
 
-    /// Bytes from a block's first byte to after its last, gaps between heads and tokens included, or none when that
-    /// does not fit 64 bits.
+    /// Bytes from a block's first byte to after its last, gaps included. None when that does not fit 64 bits.
     pub fn extent(&self) -> Option<u64> {
         self.axes().into_iter().try_fold(self.content, |sum, (count, [stride])| {
             sum.checked_add(stride.checked_mul(u64::from(count).checked_sub(1)?)?)
@@ -269,9 +269,9 @@ impl fmt::Display for Area {
 }
 
 impl Geometry {
-    /// Checks that the map is one of `regions`: counts within this module's limits, no empty axis, every layer and part
-    /// once, all indices in range, every byte of every block inside its region, and no two places of one group's
-    /// cache on the same byte.
+    /// Checks that the map fits `regions`. Counts are within this module's limits, no axis is empty, every layer and
+    /// part comes once, all indices are in range, every byte of every block is inside its region, and no two places
+    /// of one group's cache are on the same byte.
     ///
     /// Two groups may share memory, as vLLM's hybrid cache does with one tensor for layers of several groups, provided
     /// that they share it block by block: block `b` of the one touches bytes of block `b` of the other only.

@@ -1,4 +1,4 @@
-//! The handshake without its sockets: [`Session`] is the client's half, [`Directory`] the listener's.
+//! The handshake without its sockets: [`HandshakeCheck`] is the client's half, [`Directory`] the listener's.
 //!
 //! A client asks for all ranks in one query and judges the reply: protocol version, engine, incarnation,
 //! compatibility field by field, shape, geometry. The first thing that does not fit is named with both values and a
@@ -6,20 +6,20 @@
 //!
 //! A client that was asked for a request while its prefill is under way awaits that in the same place.
 
+mod check;
 mod directory;
 mod prefills;
-mod session;
 
 use std::fmt;
 
 use crate::ids::{EngineId, Incarnation};
 use crate::wire::{Cause, EngineShape, Prefill, RankMetadata};
 
+pub use check::HandshakeCheck;
 pub use directory::{Directory, Pushes};
-pub use prefills::Asker;
-pub use session::Session;
+pub use prefills::ClientId;
 
-/// What a handshake gave.
+/// The result of a successful handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HandshakeOutcome {
     /// The remote engine.
@@ -30,18 +30,18 @@ pub struct HandshakeOutcome {
     pub shape: EngineShape,
     /// All its ranks, ascending.
     pub ranks: Vec<RankMetadata>,
-    /// What differs between the engines and need not be the same, for the log.
+    /// Differences between the engines that are no obstacle, for the log.
     pub notes: Vec<String>,
 }
 
-/// What an engine's listener told of a prefill that is awaited there.
+/// How far an awaited prefill is, as its engine's listener reported it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PrefillNews {
+pub struct PrefillProgress {
     /// The life of the engine that told it.
     pub incarnation: Incarnation,
     /// The prefill, as far as it is.
     pub prefill: Prefill,
-    /// Whether it is over. Otherwise what its blocks hold can be read but not be relied on yet.
+    /// True if it is over. Otherwise what its blocks hold can be read but not be relied on yet.
     pub over: bool,
 }
 

@@ -58,7 +58,7 @@ text_id!(
     RequestId, 512, "a request id"
 );
 
-/// Tells one life of an engine or agent from the next: drawn at random at each start, never zero.
+/// Tells one life of an engine or agent from the next. Drawn at random at each start, never zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_proto::ErrorKind;
-use kvferry_proto::aggregate::{Aggregator, Direction, Outcome};
+use kvferry_proto::aggregate::{Aggregator, Outcome, RequestSide};
 use kvferry_proto::stats::Stats;
 use kvferry_proto::wire::{Cause, Message, RecvFailure, RecvRecord, ReportBatch, WorkerReport};
 use kvferry_proto::{RankId, RequestId};
@@ -108,14 +108,14 @@ fn any_failure_is_the_requests_failure_with_all_causes_and_the_union_of_blocks()
 fn sixteen_producers_of_which_four_are_read_end_with_four() {
     let ranks = engine(1, 16);
     let mut a = Aggregator::new(ranks.clone()).unwrap();
-    a.expect(&id("before"), Direction::Send, 4).unwrap();
+    a.expect(&id("before"), RequestSide::Send, 4).unwrap();
     for (index, &rank) in ranks.iter().step_by(4).enumerate() {
         assert_eq!(a.poll(), None, "{index}");
         a.add(&sent(rank, &["before", "after"])).unwrap();
     }
     assert_eq!(a.poll().unwrap().finished_sending, ids(&["before"]));
     // The count may become known last.
-    a.expect(&id("after"), Direction::Send, 4).unwrap();
+    a.expect(&id("after"), RequestSide::Send, 4).unwrap();
     assert_eq!(a.poll().unwrap().finished_sending, ids(&["after"]));
 }
 
@@ -144,7 +144,7 @@ fn late_repetitions_do_not_revive_a_request_until_it_is_forgotten() {
             assert_eq!(a.poll().unwrap().failed_recving.len(), 1);
         }
         assert_eq!((a.poll(), a.pending()), (None, 0));
-        a.expect(&id("r"), Direction::Recv, 1).unwrap();
+        a.expect(&id("r"), RequestSide::Recv, 1).unwrap();
         assert_eq!((a.poll(), a.pending()), (None, 0));
     }
     a.forget(&id("r"));
@@ -164,20 +164,20 @@ fn what_the_host_ends_is_over_and_reports_of_it_are_late() {
     let mut a = Aggregator::new(ranks.clone()).unwrap();
     a.add(&received(ranks[0], &["r"])).unwrap();
     a.add(&sent(ranks[0], &["r"])).unwrap();
-    a.end(&id("r"), Direction::Recv);
-    a.end(&id("unknown"), Direction::Recv);
+    a.end(&id("r"), RequestSide::Recv);
+    a.end(&id("unknown"), RequestSide::Recv);
     assert_eq!((a.poll(), a.pending()), (None, 1));
     a.add(&WorkerReport { stats: Stats { bytes: 5, ..Stats::default() }, ..received(ranks[1], &["r", "unknown"]) })
         .unwrap();
     let outcome = a.poll().unwrap();
     assert_eq!((outcome.finished_recving, outcome.stats.bytes, a.pending()), (vec![], 5, 1), "but its figures count");
     // The other direction is another thing, and a prefill that was sent is granted no more.
-    a.end(&id("r"), Direction::Send);
+    a.end(&id("r"), RequestSide::Send);
     for &rank in &ranks {
         a.add(&WorkerReport { granted: ids(&["r"]), ..sent(rank, &["r"]) }).unwrap();
     }
     assert_eq!((a.poll(), a.pending()), (None, 0));
-    a.forget_side(&id("r"), Direction::Recv);
+    a.forget_side(&id("r"), RequestSide::Recv);
     for &rank in &ranks {
         a.add(&received(rank, &["r"])).unwrap();
         a.add(&sent(rank, &["r"])).unwrap();
@@ -227,7 +227,7 @@ fn what_is_remembered_is_bounded() {
     let error = a.add(&received(ranks[0], &["c"])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exhausted);
     assert!(error.message().contains("limit of 2"), "{error}");
-    assert_eq!(a.expect(&id("c"), Direction::Recv, 1).unwrap_err().kind(), ErrorKind::Exhausted);
+    assert_eq!(a.expect(&id("c"), RequestSide::Recv, 1).unwrap_err().kind(), ErrorKind::Exhausted);
     // Nothing of the refused report was taken; reports about known requests and the other direction go on.
     assert_eq!(a.pending(), 2);
     a.add(&sent(ranks[0], &["a"])).unwrap();
@@ -270,7 +270,7 @@ fn wrong_ranks_and_counts_are_refused() {
     let error = a.add(&received(stranger, &["r"])).unwrap_err();
     assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("(pp 1, tp 0)"), "{error}");
     for count in [0, 3] {
-        let error = a.expect(&id("r"), Direction::Recv, count).unwrap_err();
+        let error = a.expect(&id("r"), RequestSide::Recv, count).unwrap_err();
         assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("2 ranks"), "{error}");
     }
     assert_eq!((a.poll(), a.pending()), (None, 0));

@@ -88,7 +88,7 @@ class AddressInUseError(KvferryError, OSError):
 
 
 class UcxMissingError(KvferryError, RuntimeError):
-    """No usable UCX was found; the message says where it was looked for and how to install it."""
+    """No usable UCX was found; the message says where it was searched for and how to install it."""
 
 
 class UcxError(KvferryError):

@@ -11,7 +11,7 @@ from ._errors import make_error
 
 _HERE = Path(__file__).resolve().parent
 GET_LIBRARY = "install the wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so"
-"""What to do where there is none."""
+"""The remedy where there is none."""
 
 
 def header_path() -> Path:

@@ -359,7 +359,7 @@ _PAIRS = "blocks must be a list of pairs (local block ids, remote block ids), on
 
 
 def _wrong_pairs(blocks: object) -> KvferryError | None:
-    """What is wrong with `blocks` that are no pairs of lists, if they are none."""
+    """Says why `blocks` are no pairs of lists, if they are none."""
     if not isinstance(blocks, Sequence):
         return invalid(f"{_PAIRS}; not {type(blocks).__name__}")
     for number, pair in enumerate(blocks):
@@ -411,7 +411,7 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-"""What is true of the calling thread."""
+"""The state of the calling thread."""
 
 
 class Handle:
@@ -567,7 +567,7 @@ def abi_version() -> int:
 def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
     """Which UCX the agents of this process use: `{"path": str, "version": str, "source": str}`.
 
-    Opens it. Raises `UcxMissingError` when there is none; the message says where it was looked for.
+    Opens it. Raises `UcxMissingError` when there is none; the message says where it was searched for.
     """
     info: dict[str, Any] = msgpack.unpackb(ask("kvf_ucx_info", text("ucx_lib", ucx_lib or "")))
     return info

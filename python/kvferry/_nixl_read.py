@@ -71,7 +71,7 @@ def read(api: Any) -> Any:
 
 
 def figures(path: Path) -> dict[str, Any]:
-    """What the reader's metrics tell of the owner, once they have the whole read."""
+    """The reader's metrics of the owner, once they have the whole read."""
     deadline = time.monotonic() + LIMIT
     while True:
         text = path.read_text() if path.exists() else ""

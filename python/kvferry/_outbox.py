@@ -1,4 +1,4 @@
-"""How a worker's reports reach the engine's thread without a call of the library.
+"""Takes a worker's reports to the engine's thread without a call of the library.
 
 That thread's caches hold other things: it pays microseconds for every look-up, and more for a call. So the library
 leaves reports in memory of ours (`kvf_outbox`), and most polls are one look at it.
@@ -17,7 +17,7 @@ _NEWS = b"\1"
 _BYTES = 64 << 10
 _LAST_TURN_SECONDS = 10.0
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
-"""Whether other processors see loads, and stores, in their order. An outbox needs that, for Python has no atomics;
+"""True if other processors see loads, and stores, in their order. An outbox needs that, for Python has no atomics;
 elsewhere a worker's has no room for a report, and only tells that a poll has one."""
 
 

@@ -149,7 +149,7 @@ class Agent(AbstractContextManager["Agent"]):
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_polling = False
-        """Whether a thread is taking events from the library. Afterwards it notifies `_changed`."""
+        """True if a thread is taking events from the library. Afterwards it notifies `_changed`."""
         self._waiting = 0
         """How many threads wait for that."""
         self._events: list[Event] = []
@@ -193,7 +193,7 @@ class Agent(AbstractContextManager["Agent"]):
         self._handle.owners.pop(region.id, None)
 
     def metadata(self) -> bytes:
-        """What another agent needs to connect to this one and to reach the regions registered so far."""
+        """The metadata with which another agent connects to this one. It reaches the regions registered so far."""
         return self._handle.ask("metadata")
 
     def connect(self, metadata: bytes) -> int:
@@ -201,7 +201,7 @@ class Agent(AbstractContextManager["Agent"]):
         return self._handle.number("uint64_t", "connect", _lib.data("metadata", metadata))
 
     def region_metadata(self, region: Region) -> bytes:
-        """What a peer that has connected already needs to reach `region`, for its `add_region`."""
+        """The metadata of `region`, for `add_region` of a peer that has connected already."""
         if not isinstance(region, Region):
             raise invalid(f"region must be the Region that register returned, not {type(region).__name__}")
         return self._handle.ask("region_metadata", region.id)
@@ -293,7 +293,7 @@ class Agent(AbstractContextManager["Agent"]):
         return _wire.unpack_map("stats", self._handle.ask("stats"))
 
     def peers(self) -> list[dict[str, object]]:
-        """What was moved from and to each peer since the start, and which way: a map per name of a peer.
+        """The figures of each peer since the start: a map per name of a peer.
 
         `name`, `connected` (1 or 0), `lanes`, `host`, `device` and `mixed` as in `Route`, empty while not connected,
         and the counters that `kvferry.stats.metrics` has under the scope "peer". Transfers count on the side that
@@ -404,7 +404,7 @@ class Agent(AbstractContextManager["Agent"]):
 
 
 def _wrong_segment(segments: object, error: Exception) -> KvferryError:
-    """What is wrong with segments that cannot be packed."""
+    """Says why segments cannot be packed."""
     if not isinstance(segments, Iterable):
         return invalid(f"segments must be a list of Segment, not {type(segments).__name__}")
     if isinstance(segments, Segment):

@@ -21,7 +21,7 @@ class RankRecord(TypedDict):
 
 
 class Outcome(TypedDict):
-    """What is newly known about requests, all expected ranks counted.
+    """The requests that all expected ranks have ended.
 
     A request is in `finished_sending` or `finished_recving` once, when every expected rank has reported it; in
     `failed_recving` when any rank reported a failure, with the union of the invalid blocks. A prefill that consumers
@@ -69,7 +69,7 @@ class Aggregator(AbstractContextManager["Aggregator"]):
         self._handle.call("forget", _lib.text("a request id", request))
 
     def take(self) -> Outcome:
-        """What has become known since the last call."""
+        """Takes the requests that ended since the last call."""
         return cast(Outcome, _wire.decode_outcome(self._handle.ask("take")))
 
     def close(self) -> None:

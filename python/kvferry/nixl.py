@@ -34,7 +34,7 @@ class Installed(NamedTuple):
 
     @property
     def is_tested(self) -> bool:
-        """Whether the plug-in was tested with the version. Of others it may accept some."""
+        """True if the plug-in was tested with the version. Of others it may accept some."""
         return self.version in TESTED
 
     @property
@@ -65,7 +65,7 @@ class Installed(NamedTuple):
 
     @property
     def is_dangling(self) -> bool:
-        """Whether a link is there that leads to no file."""
+        """True if a link is there that leads to no file."""
         return self.place.is_symlink() and not self.place.exists()
 
 
@@ -98,7 +98,7 @@ _WAYS = {
 
 
 class Trial(NamedTuple):
-    """What came of reading through a NIXL with the plug-in, in a process of its own.
+    """The result of reading through a NIXL with the plug-in, in a process of its own.
 
     `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `transports`
     are what it has here, and `moved` is how the bytes went. `others` are the further UCX that the process has once
@@ -117,7 +117,7 @@ class Trial(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Whether the plug-in has refused this NIXL."""
+        """True if the plug-in has refused this NIXL."""
         return any(" is refused: its plug-in interface differs" in line for line in self.remarks)
 
 

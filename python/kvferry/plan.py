@@ -1,4 +1,4 @@
-"""What two engines will do, before they run."""
+"""Describes two engines before they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 
 class RankDescription(TypedDict):
-    """What a rank holds, and what it does.
+    """The parts that a rank holds, and its work.
 
     `layers` and `heads` are ranges. `tokens` says for each KV-cache group which of how many ranks that share the tokens
     this is. `bytes` and `operations` are those that the rank reads (consumer) or that are read from it (producer).
@@ -31,7 +31,7 @@ class RankDescription(TypedDict):
 
 
 class LinkDescription(TypedDict):
-    """What one consumer rank reads from one producer rank.
+    """The reads of one consumer rank from one producer rank.
 
     `layers` is empty where nothing is read and the consumer only says when it is over. `segments` are the runs that
     repeat at every block, `operations` what is left after merging. `run_min`, `run_median` and `run_max` are bytes per
@@ -55,7 +55,7 @@ class LinkDescription(TypedDict):
 
 
 class Description(TypedDict):
-    """What a deployment does for one request: all ranks of either engine, and every pair of them that deals with each
+    """The work of a deployment for one request: all ranks of either engine, and every pair of them that deals with each
     other."""
 
     producers: list[RankDescription]
@@ -64,7 +64,7 @@ class Description(TypedDict):
 
 
 def describe(deployment: Mapping[str, object]) -> Description:
-    """Who reads what from whom when one request is handed over. Needs neither engines nor memory.
+    """Works out which rank reads what from which rank for one request. Needs neither engines nor memory.
 
     Args:
         deployment: Keys `model`, `producer`, `consumer`, `tokens`, `cached_tokens`, `reuses_blocks`,

@@ -30,7 +30,7 @@ _USELESS = {"Prefill:": "kv_consumer", "Decode:": "kv_producer"}
 
 
 class KvferryConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """What a replica does before it starts its engine, and to the requests that it passes on."""
+    """Prepares a replica's engine, and the requests that it passes on."""
 
     def setup(self) -> None:
         """Completes `kv_transfer_config` in place.

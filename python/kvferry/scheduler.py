@@ -60,7 +60,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         """Takes the metadata of all ranks in place of what was given before.
 
         Their workers were started anew and hold the same parts of the cache, as after a sleep in which its memory was
-        given back (`Worker.suspend`).
+        freed (`Worker.suspend`).
 
         The next step tells the new workers of the requests that wait to be loaded.
         """
@@ -117,7 +117,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def progressed(self, request: str, name: str, blocks: BlockLists, tokens: int) -> None:
         """Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its `transfer_id`), are
         written by all ranks, into these blocks of its own (a list for each KV-cache group; those of groups with
-        windows, chunks or states are not looked at).
+        windows, chunks or states are ignored).
 
         Consumers read them from now on, and rely on them if the lease is granted at the end (`finished`). 0 tokens: the
         blocks given before are given away, as when the request is preempted; to be said before others are given.
@@ -156,11 +156,11 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         return keep[0] != 0, _wire.unpack_map("kv_transfer_params", answer) if answer else None
 
     def step(self) -> bytes:
-        """What is new for the workers, for `Worker.submit` of every rank. Each piece of work is handed out once."""
+        """The new work for the workers, for `Worker.submit` of every rank. Each piece of work is handed out once."""
         return self._handle.ask("step")
 
     def has_pending(self) -> bool:
-        """Whether there is work that `step` would hand out."""
+        """True if there is work that `step` would hand out."""
         return bool(self._handle.number("uint8_t", "has_pending"))
 
     def report(self, report: bytes) -> OutcomeDict:
@@ -186,10 +186,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._handle.call("over", _lib.text("a request id", request), _lib.constant(SIDES, "side", side))
 
     def forget_histories(self, most: int | None = None) -> int:
-        """Lets go of the `most` oldest conversations that are kept for their next turns, by default of all.
+        """Evicts the `most` oldest conversations that are kept for their next turns, by default of all.
 
         For hosts that need their blocks, or whose weights have changed. Their blocks may be used again when reports say
-        that their sending is over. Returns how many have been let go of, now or earlier, whose blocks are not free yet.
+        that their sending is over. Returns how many evicted ones, now or earlier, have blocks that are not free yet.
         """
         count = _lib.new("uint64_t *")
         self._handle.call("forget_histories", _lib.whole("most", 2**64 - 1 if most is None else most), count)

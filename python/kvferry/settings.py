@@ -15,7 +15,8 @@ class Setting(TypedDict):
     `giver` says who sets it: the "operator" of an engine, the "program" that holds the engine, or the "environment"
     alone. `type` says in words which values it takes, `unit` of what a number is. Where `default` is None, `otherwise`
     says in words what holds, or "required". `value` is in effect, and comes from `source`. `variable` is the
-    environment variable. A key that `is_retired` has no effect.
+    environment variable. `former` is the key's earlier name, if the value was given under it. A key that `is_retired`
+    has no effect.
     """
 
     key: str
@@ -28,6 +29,7 @@ class Setting(TypedDict):
     value: object
     source: Literal["given", "environment", "default"]
     variable: str | None
+    former: str | None
     help: str
     is_retired: bool
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 STAGES: dict[str, tuple[str, str, str]] = {
     "total": ("known", "reported", "from the worker's first word of the request to the report"),
-    "ahead": ("first_portion", "known", "portions are read before the end of the prefill is known"),
+    "ahead": ("first_chunk", "known", "chunks are read before the end of the prefill is known"),
     "held": ("known", "queued", "the lease is kept, the engine has not asked for the load"),
     "handshake": ("handshake", "connected", "metadata is fetched and ranks are connected, where the request waited"),
     "queued": ("queued", "planned", "the load waits until the first rank needed is connected"),
@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[str, str, str]] = {
 """Each stage of a receive: its first and last moment as in the file, and what happens in it."""
 
 MOMENTS = (
-    "first_portion",
+    "first_chunk",
     "known",
     "queued",
     "handshake",
@@ -40,6 +40,8 @@ MOMENTS = (
     "confirmed",
     "reported",
 )
+FORMER = {"chunks": "portions", "first_chunk": "first_portion"}
+"""The names of these in older traces, whose outcome "given_back" is "released" now."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -62,7 +64,7 @@ class Process:
 class Receive:
     """One receive. Times are microseconds since 1970; None for what was not reached.
 
-    `outcome` is "received", a failure's cause, "given_back" for one that was held and not loaded, and None for one
+    `outcome` is "received", a failure's cause, "released" for one that was held and not loaded, and None for one
     whose end is not in the file.
     """
 
@@ -75,7 +77,7 @@ class Receive:
     bytes: int = 0
     blocks: int = 0
     operations: int = 0
-    portions: int = 0
+    chunks: int = 0
     ahead_bytes: int = 0
     engine: str = ""
     remote_request: str = ""
@@ -103,7 +105,7 @@ class Send:
 
 @dataclass
 class Trace:
-    """What is in some files."""
+    """The content of some files."""
 
     files: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
@@ -188,12 +190,14 @@ class _File:
             send.outcome, send.ended = outcome, at
         if kind != "recv" or (receive := self.receives.pop(id, None)) is None:
             return
+        args = {name: args[former] for name, former in FORMER.items() if former in args} | dict(args)
+        outcome = "released" if outcome == "given_back" else outcome
         moments = {key: _number(args, key) for key in MOMENTS if args.get(key) is not None}
         receive.bytes, receive.blocks, receive.operations = (
             int(_number(args, key, 0)) for key in ("bytes", "blocks", "operations")
         )
-        # Traces of releases before portions do not have them.
-        receive.portions, receive.ahead_bytes = (int(_number(args, key, 0)) for key in ("portions", "ahead_bytes"))
+        # Older traces do not have them.
+        receive.chunks, receive.ahead_bytes = (int(_number(args, key, 0)) for key in ("chunks", "ahead_bytes"))
         receive.engine, receive.remote_request = _text(args, "engine"), _text(args, "remote_request")
         receive.message = args["message"] if isinstance(args.get("message"), str) else ""
         receive.moments, receive.outcome, receive.ended = moments, outcome, at
@@ -271,19 +275,19 @@ class Failure(TypedDict):
 
 
 class Summary(TypedDict):
-    """What `kvferry trace --json` prints."""
+    """The output of `kvferry trace --json`."""
 
     files: list[str]
     processes: list[str]
     seconds: float
     received: int
     failed: int
-    given_back: int
+    released: int
     unfinished: int
     bytes: int
     blocks: int
     operations: int
-    portions: int
+    chunks: int
     ahead_bytes: int
     stages: list[StageSummary]
     slowest: list[SlowReceive]
@@ -335,9 +339,9 @@ def process_text(process: Process) -> str:
 def summarize(trace: Trace, slowest: int = 10) -> Summary:
     """Counts, percentiles per stage, the slowest receives, failures by cause."""
     received = [one for one in trace.receives if one.outcome == "received"]
-    given_back = [one for one in trace.receives if one.outcome == "given_back"]
+    released = [one for one in trace.receives if one.outcome == "released"]
     unfinished = [one for one in trace.receives if one.outcome is None]
-    failed = [one for one in trace.receives if one.outcome not in ("received", "given_back", None)]
+    failed = [one for one in trace.receives if one.outcome not in ("received", "released", None)]
     spans: list[Receive | Send] = [*trace.receives, *trace.sends]
     ends = [at for one in spans for at in (one.began, one.ended) if at is not None]
     stages = [_stage(name, received) for name in STAGES]
@@ -348,12 +352,12 @@ def summarize(trace: Trace, slowest: int = 10) -> Summary:
         "seconds": (max(ends) - min(ends)) / 1e6 if ends else 0.0,
         "received": len(received),
         "failed": len(failed),
-        "given_back": len(given_back),
+        "released": len(released),
         "unfinished": len(unfinished),
         "bytes": sum(one.bytes for one in received),
         "blocks": sum(one.blocks for one in received),
         "operations": sum(one.operations for one in received),
-        "portions": sum(one.portions for one in received),
+        "chunks": sum(one.chunks for one in received),
         "ahead_bytes": sum(one.ahead_bytes for one in received),
         "stages": [stage for stage in stages if stage is not None],
         "slowest": [

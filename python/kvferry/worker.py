@@ -45,7 +45,7 @@ class RecvRecord(TypedDict):
 
 
 class Report(TypedDict):
-    """What happened on one rank since its last report.
+    """The events of one rank since its last report.
 
     `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `granted` names
     prefills that consumers may await (`transfer_id`) and that can be read on this rank. `stats` holds figures since the
@@ -147,14 +147,14 @@ class Worker(AbstractContextManager["Worker"]):
         self._handle.submit(_lib.data("a step", step))
 
     def poll_encoded(self) -> bytes | None:
-        """What has happened since the last poll, as bytes for `Scheduler.report`; None if
+        """The events since the last poll, as bytes for `Scheduler.report`; None if
         nothing."""
         handle = self._handle
         # Most polls find nothing, and a look costs a fraction of what more code does.
         return handle.poll() if handle.news[0] else None
 
     def poll(self) -> Report | None:
-        """What has happened since the last poll, decoded; None if nothing. Takes from the same queue as
+        """The events since the last poll, decoded; None without any. Takes from the same queue as
         `poll_encoded`."""
         report = self.poll_encoded()
         return None if report is None else decode_report(report)

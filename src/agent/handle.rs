@@ -535,7 +535,7 @@ mod tests {
 
     #[test]
     fn abandoned_transfer_is_not_over() {
-        let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
+        let quiet = |name: &str| AgentConfig { name: name.to_owned(), warm_up: false, ..AgentConfig::default() };
         let (tell, told) = sync_channel(1);
         let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Stumbler(told)))).unwrap();
         let other = Agent::start(quiet("b")).unwrap();
@@ -563,7 +563,7 @@ mod tests {
 
     #[test]
     fn request_without_caller_is_not_done() {
-        let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
+        let quiet = |name: &str| AgentConfig { name: name.to_owned(), warm_up: false, ..AgentConfig::default() };
         let ((go, may_go), (at_work, works)) = (sync_channel(0), sync_channel(1));
         let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler { at_work, may_go }))).unwrap();
         works.recv().unwrap();

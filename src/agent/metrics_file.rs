@@ -78,7 +78,7 @@ fn keep(stopped: &Receiver<()>, put: &impl Fn() -> Result<()>) {
             Err(error) if error.kind() == ErrorKind::ShutDown => return,
             Err(error) => {
                 if let Some(left_out) = limit.pass(Instant::now()) {
-                    log::warn!("{error} ({left_out} such lines left out)");
+                    log::warn!("{error} ({left_out} similar lines suppressed)");
                 }
             }
         }

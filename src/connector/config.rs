@@ -1,4 +1,4 @@
-//! What a host configures. Keys, ranges and defaults on the C ABI are those of [`crate::settings`].
+//! The configuration of workers and scheduler sides. [`crate::settings`] has keys, ranges and defaults of the C ABI.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use crate::proto::ids::{EngineId, RankId};
 use crate::proto::scheduler::{AllowedHosts, MultiTurn};
 use crate::proto::wire::{CompatField, EngineShape};
 use crate::proto::worker::WorkerSettings;
-use crate::settings::{self, Part};
+use crate::settings::{self, Component};
 
 /// A worker's configuration. Sizes count ranks.
 ///
 /// Each field, and each of [`AgentConfig`] and [`WorkerSettings`], takes the value of the key that is called so.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerConfig {
-    /// The engine that this worker belongs to; the same on all of its ranks and its scheduler.
+    /// The engine of this worker. It is the same on all of its ranks and its scheduler.
     pub engine_id: EngineId,
     /// Pipeline-parallel rank.
     pub pp_rank: u32,
@@ -33,8 +33,8 @@ pub struct WorkerConfig {
     pub pp_size: u32,
     /// Decode-context-parallel size.
     pub dcp_size: u32,
-    /// Facts that both engines must share: model, dtype, ...; each a list of name, value and, where it is there,
-    /// [`CompatField::informative`].
+    /// Facts that both engines must share, such as model and dtype. Each is a list of name, value and, where it is
+    /// there, [`CompatField::informative`].
     pub compat: Vec<CompatField>,
     /// Name in logs, in place of the agent's; None makes one of engine and rank.
     pub name: Option<String>,
@@ -44,8 +44,8 @@ pub struct WorkerConfig {
     pub machine: WorkerSettings,
     /// Taken for `trace` where that is None, with a warning.
     pub request_log: Option<String>,
-    /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
-    /// process id. None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.
+    /// A file to be made for a trace of requests, in Chrome's trace event format. `%p` stands for the process id.
+    /// None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.
     pub trace: Option<String>,
 }
 
@@ -53,7 +53,7 @@ impl WorkerConfig {
     /// A configuration of `engine_id` with every other key at its default.
     pub fn new(engine_id: EngineId) -> WorkerConfig {
         let required = required(&engine_id);
-        WorkerConfig { engine_id, ..settings::defaults(Part::Worker, required) }
+        WorkerConfig { engine_id, ..settings::defaults(Component::Worker, required) }
     }
 
     /// The worker's place.
@@ -88,7 +88,7 @@ impl WorkerConfig {
     /// # Errors
     /// The first key that is wrong, with its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        settings::check(Part::Worker, self)?;
+        settings::check(Component::Worker, self)?;
         let shape = self.shape();
         for (key, rank, size) in [("pp_rank", self.pp_rank, shape.pp), ("tp_rank", self.tp_rank, shape.tp)] {
             if rank >= size {
@@ -120,15 +120,15 @@ pub struct SchedulerConfig {
     pub dcp_size: u32,
     /// The KV-cache groups, in the engine's order.
     pub groups: Vec<Group>,
-    /// The block id that stands for "no block" in block lists; it is never read or written.
+    /// The id that stands for "no block" in block lists. It is never read or written.
     pub null_block: Option<u32>,
-    /// Whether the engine reuses a request's blocks for other requests with the same prefix. Default true.
+    /// True if the engine reuses a request's blocks for other requests with the same prefix. Default true.
     pub reuses_blocks: bool,
-    /// Whether a finished prefill's answer may leave before all of its blocks are written. Default false.
+    /// True if a finished prefill's answer may leave before all of its blocks are written. Default false.
     pub written_late: bool,
-    /// How long a producer keeps a finished prefill's blocks without hearing from a reader, in milliseconds.
+    /// How long a producer keeps a finished prefill without hearing from a reader, in milliseconds.
     pub lease_ms: u64,
-    /// Whether conversations go on: this engine keeps what it has decoded for the conversation's next turn, and loads the turn
+    /// True if conversations go on. This engine keeps what it has decoded for the next turn, and loads the turn
     /// before for a prefill.
     pub multi_turn: bool,
     /// How long a decoded conversation is kept for its next turn, in milliseconds.
@@ -139,23 +139,24 @@ pub struct SchedulerConfig {
     pub history_percent: u64,
     /// The blocks of the engine's cache. 0: it keeps none for next turns.
     pub num_blocks: u64,
-    /// What other engines are told: an address or a name of this host, or None (or `0.0.0.0`, `::`) to have an address
-    /// found. A loopback address that is spelled out is also all that is bound.
+    /// The address that other engines are told. An address or a name of this host, or None (or `0.0.0.0`, `::`) to
+    /// have one found. A loopback address that is spelled out is also all that is bound.
     pub host: Option<String>,
-    /// The one address or name of this host to listen on, `0.0.0.0` for those of IPv4, or None for all of the host's.
+    /// The one address or name of this host to listen on. `0.0.0.0` stands for those of IPv4, None for all of the
+    /// host's.
     pub bind: Option<String>,
     /// The listener's TCP port; 0 takes a free one.
     pub port: u16,
-    /// Added to a port that is not 0, so that data-parallel engines of one host differ.
+    /// Added to a port that is not 0. So data-parallel engines of one host differ.
     pub data_parallel_index: u16,
-    /// Whether workers may push their metadata to the listener.
+    /// True if workers may push their metadata to the listener.
     pub push: bool,
-    /// Whether a name such as `localhost` may be advertised as loopback. A loopback address that is
+    /// True if a name such as `localhost` may be advertised as loopback. A loopback address that is
     /// spelled out is taken as it is.
     pub advertise_local: bool,
     /// As [`AgentConfig::key_file`].
     pub key_file: Option<PathBuf>,
-    /// Names and networks of the engines that this one may read from, with commas between them; None or an empty text
+    /// Names and networks of the engines that this one may read from. Commas separate them; None or an empty text
     /// allows all.
     pub allowed_hosts: Option<String>,
 }
@@ -165,7 +166,7 @@ impl SchedulerConfig {
     pub fn new(engine_id: EngineId, groups: Vec<Group>) -> SchedulerConfig {
         let mut required = required(&engine_id);
         required.insert("groups".to_owned(), Value::Array(Vec::new()));
-        SchedulerConfig { groups, ..settings::defaults(Part::Scheduler, required) }
+        SchedulerConfig { groups, ..settings::defaults(Component::Scheduler, required) }
     }
 
     /// The engine's shape.
@@ -203,7 +204,7 @@ impl SchedulerConfig {
     /// # Errors
     /// The first key that is wrong, with its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        settings::check(Part::Scheduler, self)?;
+        settings::check(Component::Scheduler, self)?;
         self.bind_port()?;
         self.allowed_hosts()?;
         if self.groups.is_empty() {
@@ -224,13 +225,13 @@ mod tests {
     use crate::settings::parse_config;
 
     fn worker(config: Value) -> Result<WorkerConfig> {
-        let config: WorkerConfig = parse_config(Part::Worker, &rmp_serde::to_vec_named(&config).unwrap())?;
+        let config: WorkerConfig = parse_config(Component::Worker, &rmp_serde::to_vec_named(&config).unwrap())?;
         config.check()?;
         Ok(config)
     }
 
     fn scheduler(config: Value) -> Result<SchedulerConfig> {
-        let config: SchedulerConfig = parse_config(Part::Scheduler, &rmp_serde::to_vec_named(&config).unwrap())?;
+        let config: SchedulerConfig = parse_config(Component::Scheduler, &rmp_serde::to_vec_named(&config).unwrap())?;
         config.check()?;
         Ok(config)
     }

@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use super::shared::{Command, Figures, Shared};
+use super::channel::{Command, WorkerChannel, WorkerFigures};
 use super::trace::Tracer;
 use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::net::{Answer, Awaited, AwaitedPrefill, Client, ClientLimits, host_port, unanswered};
+use crate::net::{Awaited, AwaitedPrefill, Client, ClientLimits, HandshakeAnswer, host_port, unanswered};
 use crate::proto::handshake::HandshakeFailure;
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
@@ -21,20 +21,20 @@ use crate::proto::wire::{
     self, AgentMetadata, Cause, HandshakeRequest, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
 };
 use crate::proto::worker::{
-    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, WorkerMachine,
 };
 use crate::secret::Key;
 
 pub(super) struct WorkerDriver {
-    shared: Arc<Shared>,
-    running: Option<Running>,
+    shared: Arc<WorkerChannel>,
+    active: Option<ActiveWorker>,
     handshake_timeout: Duration,
     key: Option<Key>,
 }
 
-struct Running {
-    machine: Machine,
-    shared: Arc<Shared>,
+struct ActiveWorker {
+    machine: WorkerMachine,
+    shared: Arc<WorkerChannel>,
     client: Client,
     /// The share of the machine's own handshake timeout that the listener gets; the rest is for connecting. So the
     /// error that names the listener comes before the machine's, which can't.
@@ -42,25 +42,25 @@ struct Running {
     epoch: Instant,
     local: Option<Arc<RankMetadata>>,
     /// The listeners that sessions have asked, and whose answer is awaited.
-    asked: HashMap<SessionId, String>,
-    links: HashMap<PeerId, Link>,
+    handshakes: HashMap<SessionId, String>,
+    links: HashMap<PeerId, PeerLink>,
     ids: HashMap<PeerKey, PeerId>,
-    /// What the agent calls the transfers that the machine may cancel.
+    /// The agent's ids of the transfers that the machine may cancel.
     transfers: HashMap<TransferToken, TransferId>,
     totals: Stats,
     tracer: Option<Tracer>,
-    /// What the gauges in reports add up to so far.
-    told: Level,
-    /// Whether the agent's gauges may have changed since.
+    /// The sum of the gauges in reports so far.
+    reported: GaugeSnapshot,
+    /// True if the agent's gauges may have changed since.
     changed: bool,
-    /// Those who asked for figures in this turn.
-    askers: Vec<SyncSender<Figures>>,
-    limits: Limits,
+    /// The callers that asked for figures in this turn.
+    figure_requests: Vec<SyncSender<WorkerFigures>>,
+    limits: LogLimits,
 }
 
 /// Gauges at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Level {
+struct GaugeSnapshot {
     leases: i64,
     peers: i64,
     endpoints: i64,
@@ -69,7 +69,7 @@ struct Level {
 
 /// Lines that repeat while something is wrong, by what they are about.
 #[derive(Default)]
-struct Limits {
+struct LogLimits {
     failures: HashMap<Cause, LogLimit>,
     handshakes: LogLimit,
     lost: LogLimit,
@@ -77,29 +77,29 @@ struct Limits {
     malformed: LogLimit,
 }
 
-/// What follows a line that stands for others too.
+/// The end of a line that stands for others too.
 fn others(left_out: u64) -> String {
-    if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") }
+    if left_out == 0 { String::new() } else { format!(" ({left_out} similar lines suppressed)") }
 }
 
 /// One connection of the agent.
 #[derive(Default)]
-struct Link {
-    /// What the state machine calls it, if it asked for it.
+struct PeerLink {
+    /// The state machine's name for it, if it asked for the connection.
     key: Option<PeerKey>,
     name: String,
     /// Which way bytes go.
-    way: String,
+    route: String,
     connected: bool,
     /// The protocol version in common with it, once it is connected.
     version: Option<u16>,
-    /// Whether we made it. One that the other side made is not closed when only we are done with it.
+    /// True if we made it. One that the other side made is not closed when only we are done with it.
     ours: bool,
 }
 
 impl WorkerDriver {
-    pub(super) fn new(shared: Arc<Shared>, handshake_timeout: Duration, key: Option<Key>) -> Self {
-        WorkerDriver { shared, running: None, handshake_timeout, key }
+    pub(super) fn new(shared: Arc<WorkerChannel>, handshake_timeout: Duration, key: Option<Key>) -> Self {
+        WorkerDriver { shared, active: None, handshake_timeout, key }
     }
 }
 
@@ -107,27 +107,27 @@ impl WorkerDriver {
     /// Takes up what the handle has asked for.
     fn serve(&mut self, context: &mut Context<'_>) {
         while let Some(command) = self.shared.pop() {
-            match (command, self.running.as_mut()) {
+            match (command, self.active.as_mut()) {
                 (Command::Begin(machine, tracer), None) => {
                     let shared = Arc::clone(&self.shared);
                     let client = Client::new(ClientLimits::default(), self.key.take());
-                    let mut running = Running::new(*machine, shared, client, self.handshake_timeout, context.now());
-                    running.tracer = tracer;
-                    if let Some(tracer) = &mut running.tracer {
-                        tracer.set_origin(running.epoch);
+                    let mut active = ActiveWorker::new(*machine, shared, client, self.handshake_timeout, context.now());
+                    active.tracer = tracer;
+                    if let Some(tracer) = &mut active.tracer {
+                        tracer.set_origin(active.epoch);
                     }
                     if context.is_shutting_down() {
-                        running.end(context.now());
+                        active.end(context.now());
                     }
-                    self.running = Some(running);
+                    self.active = Some(active);
                 }
-                (Command::Local(local), Some(running)) => {
-                    running.changed = true;
-                    running.machine.set_local(Arc::clone(&local));
-                    running.local = Some(local);
+                (Command::Local(local), Some(active)) => {
+                    active.changed = true;
+                    active.machine.set_local(Arc::clone(&local));
+                    active.local = Some(local);
                 }
-                (Command::Step(bytes), Some(running)) => running.step(context.now(), &bytes),
-                (Command::Figures(reply), Some(running)) => running.askers.push(reply),
+                (Command::Step(bytes), Some(active)) => active.step(context.now(), &bytes),
+                (Command::Figures(reply), Some(active)) => active.figure_requests.push(reply),
                 (Command::Begin(..), Some(_)) | (_, None) => {
                     log::error!("kvferry worker: a command came out of order and is ignored");
                 }
@@ -138,8 +138,8 @@ impl WorkerDriver {
 
 impl Drop for WorkerDriver {
     fn drop(&mut self) {
-        if let Some(running) = &mut self.running {
-            running.report_nothing_left();
+        if let Some(active) = &mut self.active {
+            active.report_nothing_left();
         }
         self.shared.set_gone();
     }
@@ -148,30 +148,30 @@ impl Drop for WorkerDriver {
 impl Driver for WorkerDriver {
     fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
         self.serve(context);
-        self.running.as_mut()?.turn(context)
+        self.active.as_mut()?.turn(context)
     }
 
     fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
-        if let Some(running) = &self.running {
-            running.client.poll_items(items);
+        if let Some(active) = &self.active {
+            active.client.poll_items(items);
         }
     }
 
     fn shut_down(&mut self, context: &mut Context<'_>) {
         // Steps that came before it are taken up, to be reported or passed on.
         self.serve(context);
-        if let Some(running) = &mut self.running {
-            running.end(context.now());
-            running.turn(context);
+        if let Some(active) = &mut self.active {
+            active.end(context.now());
+            active.turn(context);
         }
     }
 
     fn finished(&self) -> bool {
-        self.running.as_ref().is_none_or(|d| d.machine.is_drained())
+        self.active.as_ref().is_none_or(|d| d.machine.is_drained())
     }
 }
 
-impl Running {
+impl ActiveWorker {
     /// Ends all requests.
     fn end(&mut self, now: Instant) {
         let now = self.time(now);
@@ -183,29 +183,29 @@ impl Running {
     }
 
     fn new(
-        machine: Machine,
-        shared: Arc<Shared>,
+        machine: WorkerMachine,
+        shared: Arc<WorkerChannel>,
         client: Client,
         handshake_timeout: Duration,
         epoch: Instant,
-    ) -> Running {
-        Running {
+    ) -> ActiveWorker {
+        ActiveWorker {
             machine,
             shared,
             client,
             ask_timeout: handshake_timeout.mul_f64(0.9),
             epoch,
             local: None,
-            asked: HashMap::new(),
+            handshakes: HashMap::new(),
             links: HashMap::new(),
             ids: HashMap::new(),
             transfers: HashMap::new(),
             totals: Stats::default(),
             tracer: None,
-            told: Level::default(),
+            reported: GaugeSnapshot::default(),
             changed: false,
-            askers: Vec::new(),
-            limits: Limits::default(),
+            figure_requests: Vec::new(),
+            limits: LogLimits::default(),
         }
     }
 
@@ -242,7 +242,7 @@ impl Running {
             self.act(context, now, action);
         }
         self.report(context);
-        self.tell_lives();
+        self.trace_events();
         // A question that could not be asked is answered already, and comes back in a turn of its own.
         let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
         [next, self.client.next_deadline()].into_iter().flatten().min()
@@ -251,15 +251,15 @@ impl Running {
     fn report(&mut self, context: &Context<'_>) {
         let mut report = self.machine.poll_report();
         if self.machine.config().telemetry {
-            self.gauge(context, &mut report);
+            self.add_gauge_changes(context, &mut report);
         }
         if let Some(report) = report {
             self.publish(context.now(), report);
         }
-        for asker in self.askers.drain(..) {
-            let figures = Figures { gauges: self.machine.gauges(), totals: self.totals.clone() };
-            // The asker may have given up.
-            let _ = asker.try_send(figures);
+        for reply in self.figure_requests.drain(..) {
+            let figures = WorkerFigures { gauges: self.machine.gauges(), totals: self.totals.clone() };
+            // The caller may have given up waiting.
+            let _ = reply.try_send(figures);
         }
     }
 
@@ -283,18 +283,18 @@ impl Running {
         self.totals.merge(&stats);
     }
 
-    fn tell_lives(&mut self) {
+    fn trace_events(&mut self) {
         let Some(tracer) = &self.tracer else { return };
         let reported = self.time(Instant::now());
-        while let Some(life) = self.machine.poll_life() {
-            tracer.tell(life, reported);
+        while let Some(event) = self.machine.poll_trace() {
+            tracer.record(event, reported);
         }
     }
 
     /// Adds to `report` (or makes one) what the gauges have changed by since the last one.
-    fn gauge(&mut self, context: &Context<'_>, report: &mut Option<WorkerReport>) {
+    fn add_gauge_changes(&mut self, context: &Context<'_>, report: &mut Option<WorkerReport>) {
         let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
-        let mut now = Level { leases: count(self.machine.leases() as u64), ..self.told };
+        let mut now = GaugeSnapshot { leases: count(self.machine.leases() as u64), ..self.reported };
         if self.changed {
             let agent = context.stats();
             now.peers = count(agent.peers);
@@ -303,34 +303,34 @@ impl Running {
             // Those being closed will be gone soon, without an event.
             self.changed = agent.endpoints != agent.peers;
         }
-        self.tell_level(now, report);
+        self.report_gauges(now, report);
     }
 
-    fn tell_level(&mut self, now: Level, report: &mut Option<WorkerReport>) {
-        let told = std::mem::replace(&mut self.told, now);
-        if now == told {
+    fn report_gauges(&mut self, now: GaugeSnapshot, report: &mut Option<WorkerReport>) {
+        let before = std::mem::replace(&mut self.reported, now);
+        if now == before {
             return;
         }
         let rank = self.machine.config().rank;
         let stats = &mut report.get_or_insert_with(|| WorkerReport::new(rank)).stats;
-        stats.leases += now.leases - told.leases;
-        stats.peers += now.peers - told.peers;
-        stats.endpoints += now.endpoints - told.endpoints;
-        stats.registered_bytes += now.registered_bytes - told.registered_bytes;
+        stats.leases += now.leases - before.leases;
+        stats.peers += now.peers - before.peers;
+        stats.endpoints += now.endpoints - before.endpoints;
+        stats.registered_bytes += now.registered_bytes - before.registered_bytes;
     }
 
     /// Reports that everything is gone, so that the figures of a worker that follows add up with this one's.
     fn report_nothing_left(&mut self) {
         let mut report = None;
-        self.tell_level(Level::default(), &mut report);
+        self.report_gauges(GaugeSnapshot::default(), &mut report);
         if let Some(report) = report {
             self.publish(Instant::now(), report);
         }
     }
 
-    fn answer(&mut self, now: Instant, Answer { id, result }: Answer) {
+    fn answer(&mut self, now: Instant, HandshakeAnswer { id, result }: HandshakeAnswer) {
         let session = SessionId(id);
-        let Some(at) = self.asked.remove(&session) else { return };
+        let Some(at) = self.handshakes.remove(&session) else { return };
         let reply = result.map_err(|e| HandshakeFailure { cause: unanswered(&e), message: e.message().to_owned() });
         match self.machine.handle_handshake(self.time(now), session, reply) {
             Some(Ok(notes)) => {
@@ -351,17 +351,17 @@ impl Running {
     fn event(&mut self, now: Instant, event: Event) {
         let time = self.time(now);
         match event {
-            Event::PeerConnected { peer, name, way, incarnation, version } => {
+            Event::PeerConnected { peer, name, way: route, incarnation, version } => {
                 self.changed = true;
                 let link = self.links.entry(peer).or_default();
                 link.connected = true;
-                (link.name, link.way, link.version) = (name, way, Some(version));
+                (link.name, link.route, link.version) = (name, route, Some(version));
                 match link.key.clone() {
                     Some(key) => self.connected(time, peer, &key, ""),
                     None => {
-                        let Link { name, way, .. } = link;
+                        let PeerLink { name, route, .. } = link;
                         log::info!(
-                            "kvferry worker: {name} connected to us, incarnation {incarnation}, over {way}, protocol {version}"
+                            "kvferry worker: {name} connected to us, incarnation {incarnation}, over {route}, protocol {version}"
                         );
                     }
                 }
@@ -420,7 +420,7 @@ impl Running {
                 if anew {
                     self.client.reconnect(now, &host, port);
                 }
-                self.asked.insert(session, host_port(&host, port));
+                self.handshakes.insert(session, host_port(&host, port));
                 let query = HandshakeRequest::Query { id: session.0, engine: Some(engine), ranks: Vec::new() };
                 self.client.ask(now, &host, port, query, now + self.ask_timeout);
             }
@@ -478,7 +478,7 @@ impl Running {
                 return;
             }
         };
-        let link = self.links.entry(id).or_insert_with(|| Link { ours: true, ..Link::default() });
+        let link = self.links.entry(id).or_insert_with(|| PeerLink { ours: true, ..PeerLink::default() });
         let earlier = link.key.replace(key.clone());
         let connected = link.connected;
         self.ids.insert(key.clone(), id);
@@ -494,13 +494,13 @@ impl Running {
         }
     }
 
-    /// Says who is connected, how, and of what shape its engine is.
+    /// Logs the connection: to which rank, over which transport, and of what shape its engine is.
     fn connected(&mut self, time: Time, peer: PeerId, key: &PeerKey, how: &str) {
-        if let Some(Link { name, way, .. }) = self.links.get(&peer) {
+        if let Some(PeerLink { name, route, .. }) = self.links.get(&peer) {
             let shape = self.machine.shape_of(key).map(|shape| format!(", an engine of {shape}"));
             let own = self.local.as_ref().map(|local| format!("; this engine is of {}", local.shape));
             let (shape, own) = (shape.unwrap_or_default(), own.unwrap_or_default());
-            log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {way}{own}");
+            log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {route}{own}");
         }
         self.machine.handle_connected(time, key);
     }

@@ -5,10 +5,10 @@
 
 #![forbid(unsafe_code)]
 
+mod channel;
 mod config;
 mod driver;
 mod scheduler;
-mod shared;
 mod trace;
 mod worker;
 mod writer;

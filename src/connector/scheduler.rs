@@ -4,15 +4,15 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use super::channel::lock;
 use super::config::SchedulerConfig;
-use super::shared::lock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{self, Desk, Gate, Listener, ListenerConfig};
-use crate::proto::aggregate::{Direction, Outcome};
-use crate::proto::handshake::{Asker, Directory, Pushes};
+use crate::net::{self, AuthLayer, Listener, ListenerConfig, RequestHandler};
+use crate::proto::aggregate::{Outcome, RequestSide};
+use crate::proto::handshake::{ClientId, Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::scheduler::{
-    Finish, FinishOutcome, Match, Notice, Scheduler as Machine, SchedulerConfig as MachineConfig, SchedulerStats,
+    FinishOutcome, FinishResult, PrefillNotice, PrefixMatch, SchedulerMachine, SchedulerMachineConfig, SchedulerStats,
 };
 use crate::proto::wire::{Blocks, ReportBatch, TransferParams};
 use crate::secret::Key;
@@ -20,12 +20,12 @@ use crate::secret::Key;
 /// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
 pub struct Scheduler {
     config: SchedulerConfig,
-    machine: Mutex<Machine>,
+    machine: Mutex<SchedulerMachine>,
     directory: Arc<Mutex<Directory>>,
     listener: Mutex<Option<Listener>>,
     key: Option<Key>,
-    /// Whether the machine knows what every rank holds.
-    told: AtomicBool,
+    /// True if the machine knows what every rank holds.
+    engine_known: AtomicBool,
 }
 
 fn draw_life() -> Result<Incarnation> {
@@ -38,12 +38,12 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; those of [`Key::load`] and
-    /// [`Listener::bind_desk`].
+    /// [`Listener::bind_handler`].
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref())?;
         let incarnation = draw_life()?;
-        let machine = Machine::new(MachineConfig {
+        let machine = SchedulerMachine::new(SchedulerMachineConfig {
             engine_id: config.engine_id.clone(),
             incarnation,
             tp_size: config.tp_size,
@@ -64,7 +64,7 @@ impl Scheduler {
             directory: Arc::new(Mutex::new(directory)),
             listener: Mutex::new(None),
             key,
-            told: AtomicBool::new(false),
+            engine_known: AtomicBool::new(false),
             config,
         };
         if scheduler.config.push {
@@ -83,20 +83,20 @@ impl Scheduler {
         lock(&self.directory).incarnation()
     }
 
-    /// Takes the encoded `RankMetadata` of the engine's ranks, as the host gathered them, and serves them. Returns the
-    /// host and port that are advertised. The listener is bound when this returns. Includes [`Scheduler::set_engine`].
+    /// Takes the encoded `RankMetadata` of the engine's ranks and serves them. Returns the host and port that are
+    /// advertised. The listener is bound when this returns. Includes [`Scheduler::set_engine`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
-    /// those of [`Listener::bind_desk`].
+    /// those of [`Listener::bind_handler`].
     pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
         self.set_engine(ranks)?;
         self.listen()
     }
 
-    /// Takes the encoded `RankMetadata` of the engine's ranks without serving them: enough for an engine that only
-    /// receives. The workers are told with the next step what all ranks hold, so that producers of any shape can be read
-    /// from.
+    /// Takes the encoded `RankMetadata` of the engine's ranks without serving them. That is enough for an engine that
+    /// only receives. The workers are told with the next step what all ranks hold, so that producers of any shape can
+    /// be read from.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine.
@@ -121,18 +121,18 @@ impl Scheduler {
 
     /// Hands what all ranks hold to the machine, once, as soon as every rank is known.
     fn tell_engine(&self) {
-        if self.told.load(Ordering::Acquire) {
+        if self.engine_known.load(Ordering::Acquire) {
             return;
         }
         let Some(holdings) = lock(&self.directory).holdings() else { return };
-        if !self.told.swap(true, Ordering::AcqRel) {
+        if !self.engine_known.swap(true, Ordering::AcqRel) {
             lock(&self.machine).set_engine(holdings);
         }
     }
 
-    /// Takes the encoded `RankMetadata` of all ranks, whose workers were started anew, in place of what they gave before: after
-    /// an engine's sleep, in which its cache was not mapped. Requests that wait to be loaded are told to the new workers. The engine
-    /// has another incarnation from then on.
+    /// Replaces the encoded `RankMetadata` of all ranks, whose workers are new. So after an engine's sleep, in which
+    /// its cache was not mapped. Requests that wait to be loaded are told to the new workers. The engine has another
+    /// incarnation from then on.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] before the engine's ranks were known; those of [`Directory::renew`].
@@ -149,7 +149,7 @@ impl Scheduler {
         }
         let holdings = directory.holdings();
         drop(directory);
-        self.told.store(true, Ordering::Release);
+        self.engine_known.store(true, Ordering::Release);
         if let Some(holdings) = holdings {
             lock(&self.machine).renew_engine(life, holdings);
         }
@@ -166,10 +166,10 @@ impl Scheduler {
         if listener.is_none() {
             let SchedulerConfig { host, bind, advertise_local, .. } = &self.config;
             let address = net::choose(host.as_deref(), bind.as_deref(), *advertise_local)?;
-            let gate = Gate::new(self.key.clone(), &address);
+            let auth = AuthLayer::new(self.key.clone(), &address);
             let config = ListenerConfig { address, port: self.config.bind_port()?, pushes: self.config.push };
-            let desk = Reception { gate, directory: Arc::clone(&self.directory) };
-            *listener = Some(Listener::bind_desk(&config, desk)?);
+            let handler = ListenerHandler { auth, directory: Arc::clone(&self.directory) };
+            *listener = Some(Listener::bind_handler(&config, handler)?);
         }
         let Some(listener) = listener.as_ref() else {
             return Err(Error::new(ErrorKind::Internal, "the listener is gone"));
@@ -179,7 +179,7 @@ impl Scheduler {
         Ok((host, port))
     }
 
-    /// A request arrived; see [`Machine::arrived`].
+    /// A request arrived; see [`SchedulerMachine::arrived`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unusable id or params without a needed key, by its name.
@@ -188,7 +188,7 @@ impl Scheduler {
     }
 
     /// How many tokens beyond `computed_tokens` of the prompt's `prompt_tokens` can be loaded; see
-    /// [`Machine::matched`].
+    /// [`SchedulerMachine::matched`].
     ///
     /// # Errors
     /// As [`Scheduler::arrived`].
@@ -198,11 +198,11 @@ impl Scheduler {
         params: &TransferParams,
         prompt_tokens: u64,
         computed_tokens: u64,
-    ) -> Result<Match> {
+    ) -> Result<PrefixMatch> {
         lock(&self.machine).matched(&RequestId::new(request)?, params, prompt_tokens, computed_tokens)
     }
 
-    /// Blocks are allocated; see [`Machine::allocated`].
+    /// Blocks are allocated; see [`SchedulerMachine::allocated`].
     ///
     /// # Errors
     /// As [`Scheduler::arrived`]; [`ErrorKind::InvalidArgument`] for block lists that do not fit the params'.
@@ -217,12 +217,13 @@ impl Scheduler {
         lock(&self.machine).allocated(&RequestId::new(request)?, params, local_blocks, prompt_tokens, external_tokens)
     }
 
-    /// Whether anybody wants to know how far the prefill is that is awaited as `name`, so that it is worth telling.
+    /// True if a consumer follows the prefill's progress, which it awaits as `name`. [`Scheduler::progressed`] is
+    /// worth calling then.
     pub fn is_followed(&self, name: &str) -> bool {
         RequestId::new(name).is_ok_and(|name| lock(&self.directory).is_followed(&name))
     }
 
-    /// A prefill under way is so far; see [`Machine::progressed`].
+    /// A prefill under way is so far; see [`SchedulerMachine::progressed`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unusable id or name, and for blocks that do not hold so many tokens.
@@ -233,11 +234,11 @@ impl Scheduler {
         machine.set_lease_entropy(random);
         let result = machine.progressed(&request, &name, blocks, tokens);
         drop(machine);
-        self.tell_waiting();
+        self.send_notices();
         result
     }
 
-    /// A request ended; see [`Machine::finished`].
+    /// A request ended; see [`SchedulerMachine::finished`].
     ///
     /// # Errors
     /// As [`Scheduler::arrived`].
@@ -248,45 +249,45 @@ impl Scheduler {
         outcome: FinishOutcome,
         blocks: Vec<Blocks>,
         computed_tokens: u64,
-    ) -> Result<Finish> {
+    ) -> Result<FinishResult> {
         let request = RequestId::new(request)?;
         let random = random("the id of a lease")?;
         let mut machine = lock(&self.machine);
         machine.set_lease_entropy(random);
         let finish = machine.finished(&request, params, outcome, blocks, computed_tokens);
         drop(machine);
-        self.tell_waiting();
+        self.send_notices();
         finish
     }
 
     /// Tells consumers what has become of prefills that they await.
-    fn tell_waiting(&self) {
-        let mut told = false;
+    fn send_notices(&self) {
+        let mut changed = false;
         // Held meanwhile, so that the notices of two threads keep their order. Nobody takes it who has the other.
         let mut machine = lock(&self.machine);
         while let Some(notice) = machine.poll_notice() {
             let mut directory = lock(&self.directory);
             match notice {
-                Notice::Ready(prefill) => directory.prefilled(prefill),
-                Notice::Progressed(prefill) => directory.prefill_progressed(prefill),
-                Notice::Withdrawn(request) => directory.prefill_withdrawn(&request),
-                Notice::Gone(request) => directory.prefill_gone(request),
+                PrefillNotice::Ready(prefill) => directory.prefilled(prefill),
+                PrefillNotice::Written(prefill) => directory.prefill_progressed(prefill),
+                PrefillNotice::Retracted(request) => directory.prefill_retracted(&request),
+                PrefillNotice::Gone(request) => directory.prefill_gone(request),
             }
-            told = true;
+            changed = true;
         }
         drop(machine);
-        if told && let Some(listener) = lock(&self.listener).as_ref() {
+        if changed && let Some(listener) = lock(&self.listener).as_ref() {
             listener.wake();
         }
     }
 
-    /// Lets go of the `most` oldest conversations; see [`Machine::forget_histories`].
+    /// Evicts the `most` oldest conversations; see [`SchedulerMachine::forget_histories`].
     pub fn forget_histories(&self, most: usize) -> usize {
         lock(&self.machine).forget_histories(most)
     }
 
     /// The next step's work for every worker, encoded. What it returns is not returned again; see
-    /// [`Machine::encode_step`].
+    /// [`SchedulerMachine::encode_step`].
     ///
     /// # Errors
     /// [`ErrorKind::Internal`] or [`ErrorKind::Exhausted`] when it cannot be encoded; nothing is taken then.
@@ -296,7 +297,7 @@ impl Scheduler {
         lock(&self.machine).encode_step()
     }
 
-    /// Whether the next step has work, so that an idle engine should make one.
+    /// True if the next step has work, so that an idle engine should make one.
     pub fn has_pending(&self) -> bool {
         lock(&self.machine).has_pending()
     }
@@ -307,23 +308,23 @@ impl Scheduler {
         SchedulerStats { listener_requests, ..lock(&self.machine).stats() }
     }
 
-    /// Takes the report of a rank, or of several; see [`Machine::on_report`]. Returns what every rank has reported with it.
+    /// Takes the report of a rank, or of several; see [`SchedulerMachine::on_report`]. Returns what every rank has reported with it.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is not the engine's, [`ErrorKind::Exhausted`] when too many requests
     /// are under way.
     pub fn on_report(&self, reports: &ReportBatch) -> Result<Outcome> {
         let outcome = lock(&self.machine).on_report(reports)?;
-        self.tell_waiting();
+        self.send_notices();
         Ok(outcome)
     }
 
-    /// Every rank is done with a request on this side, as the host knows by itself; see [`Machine::over`]. A host may have
-    /// requests of others, whose ids none of ours can have: they are not known either.
-    pub fn over(&self, request: &str, direction: Direction) {
+    /// Ends a request on this side, because the host knows that every rank is done. See [`SchedulerMachine::over`]. A
+    /// host may have requests of others, whose ids none of ours can have: they are not known either.
+    pub fn over(&self, request: &str, direction: RequestSide) {
         let Ok(request) = RequestId::new(request) else { return };
         lock(&self.machine).over(&request, direction);
-        self.tell_waiting();
+        self.send_notices();
     }
 
     /// Stops the listener and frees its port. Harmless when repeated.
@@ -339,22 +340,22 @@ fn random(what: &str) -> Result<u64> {
     getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing {what} at random from the system: {e}")))
 }
 
-/// What answers the listener.
-struct Reception {
-    gate: Gate,
+/// Answers the listener's requests.
+struct ListenerHandler {
+    auth: AuthLayer,
     directory: Arc<Mutex<Directory>>,
 }
 
-impl Desk for Reception {
-    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
-        self.gate.answer_to(asker, request, |clear| lock(&self.directory).answer_to(asker, clear))
+impl RequestHandler for ListenerHandler {
+    fn answer(&mut self, client: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.auth.answer_to(client, request, |clear| lock(&self.directory).answer_to(client, clear))
     }
 
-    fn poll_reply(&mut self) -> Option<(Asker, Vec<u8>)> {
+    fn poll_reply(&mut self) -> Option<(ClientId, Vec<u8>)> {
         loop {
-            let (asker, clear) = lock(&self.directory).poll_answer()?;
-            if let Some(reply) = self.gate.seal(&asker, clear) {
-                return Some((asker, reply));
+            let (client, clear) = lock(&self.directory).poll_answer()?;
+            if let Some(reply) = self.auth.seal(&client, clear) {
+                return Some((client, reply));
             }
         }
     }

@@ -20,7 +20,7 @@ use super::writer::{self, Writer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 use crate::proto::time::Time;
-use crate::proto::worker::{Life, Receive};
+use crate::proto::worker::{ReceiveTrace, TraceEvent};
 
 /// The environment variable that names the file where the configuration does not.
 const VARIABLE: &str = "KVFERRY_TRACE";
@@ -30,14 +30,14 @@ const WAITING: usize = 8192;
 const MAX_MESSAGE: usize = 500;
 /// Files that are tried for a name that is taken.
 const MAX_NUMBER: u32 = 9999;
-/// What is written at once, so that a file cut short ends with a whole line nearly always.
+/// The bytes written at once, so that a file cut short nearly always ends with a whole line.
 const BATCH_BYTES: usize = 32 << 10;
 /// The rows of a process in a viewer, where they are called threads.
 const RECVS: u32 = 1;
 const SENDS: u32 = 2;
 
 /// Whose trace it is.
-pub(super) struct Source {
+pub(super) struct TraceSource {
     pub(super) name: String,
     pub(super) engine: EngineId,
     pub(super) rank: RankId,
@@ -52,13 +52,13 @@ pub(super) struct TraceFile {
 
 /// The progress thread's end.
 pub(super) struct Tracer {
-    writer: Writer<Told>,
+    writer: Writer<TimedEvent>,
     /// Microseconds since 1970 at the origin of the times told.
     origin: u64,
 }
 
-struct Told {
-    life: Life,
+struct TimedEvent {
+    event: TraceEvent,
     /// When its report was given to the host.
     reported: Time,
     origin: u64,
@@ -137,7 +137,7 @@ impl TraceFile {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !candidate.is_dir() => {}
                 Err(e) => return Err(e),
                 Ok(file) => {
-                    log::info!("kvferry: the lives of requests are traced to {}", candidate.display());
+                    log::info!("kvferry: requests are traced to {}", candidate.display());
                     return Ok(TraceFile { file, path: candidate });
                 }
             }
@@ -149,10 +149,10 @@ impl TraceFile {
     ///
     /// # Errors
     /// [`ErrorKind::Io`] when the system refuses a thread.
-    pub(super) fn start(self, source: Source) -> Result<Tracer> {
+    pub(super) fn start(self, source: TraceSource) -> Result<Tracer> {
         let TraceFile { file, path } = self;
-        let writer = Writer::start("kvf-trace", "the trace", WAITING, move |tells| {
-            Tale { file, path, source, tells }.run();
+        let writer = Writer::start("kvf-trace", "the trace", WAITING, move |inbox| {
+            TraceWriter { file, path, source, inbox }.run();
         })?;
         Ok(Tracer { writer, origin: 0 })
     }
@@ -177,42 +177,42 @@ impl Tracer {
     }
 
     /// Hands over what happened. Never waits: while the disk does not keep up, lives are left out.
-    pub(super) fn tell(&self, life: Life, reported: Time) {
-        self.writer.tell(Told { life, reported, origin: self.origin });
+    pub(super) fn record(&self, event: TraceEvent, reported: Time) {
+        self.writer.send(TimedEvent { event, reported, origin: self.origin });
     }
 }
 
 /// The thread's part.
-struct Tale {
+struct TraceWriter {
     file: File,
     path: PathBuf,
-    source: Source,
-    tells: writer::Told<Told>,
+    source: TraceSource,
+    inbox: writer::WriterInbox<TimedEvent>,
 }
 
-impl Tale {
+impl TraceWriter {
     fn run(mut self) {
         if let Err(e) = self.write() {
             // What was torn cannot be mended: a line more would be lost with it.
             log::warn!("kvferry: the trace {} cannot be written: {e}; it ends here", self.path.display());
-            while self.tells.news.recv().is_ok() {}
+            while self.inbox.receiver.recv().is_ok() {}
         }
     }
 
     fn write(&mut self) -> io::Result<()> {
-        let mut out = Lines { pid: process::id(), text: b"[\n".to_vec() };
+        let mut out = EventLines { pid: process::id(), text: b"[\n".to_vec() };
         self.head(&mut out);
         self.file.write_all(&out.take())?;
-        while let Ok(told) = self.tells.news.recv() {
-            let mut next = Some(told);
-            while let Some(told) = next {
-                self.event(&mut out, told);
+        while let Ok(timed) = self.inbox.receiver.recv() {
+            let mut next = Some(timed);
+            while let Some(timed) = next {
+                self.event(&mut out, timed);
                 if out.text.len() >= BATCH_BYTES {
                     self.file.write_all(&out.take())?;
                 }
-                next = self.tells.news.try_recv().ok();
+                next = self.inbox.receiver.try_recv().ok();
             }
-            let left_out = self.tells.take_left_out();
+            let left_out = self.inbox.take_left_out();
             if left_out > 0 {
                 out.line("i", RECVS, None, json!({"name": "left out", "s": "p", "args": {"left_out": left_out}}));
             }
@@ -221,8 +221,8 @@ impl Tale {
         Ok(())
     }
 
-    fn head(&self, out: &mut Lines) {
-        let Source { name, engine, rank, incarnation } = &self.source;
+    fn head(&self, out: &mut EventLines) {
+        let TraceSource { name, engine, rank, incarnation } = &self.source;
         out.line("M", 0, None, json!({"name": "process_name", "args": {"name": name}}));
         let labels = format!("kvferry {}, rank {rank} of engine {engine}", env!("CARGO_PKG_VERSION"));
         out.line("M", 0, None, json!({"name": "process_labels", "args": {"labels": labels}}));
@@ -241,28 +241,28 @@ impl Tale {
         format!("{}/{what}", self.source.incarnation)
     }
 
-    fn event(&self, out: &mut Lines, told: Told) {
-        let Told { life, reported, origin } = told;
+    fn event(&self, out: &mut EventLines, timed: TimedEvent) {
+        let TimedEvent { event, reported, origin } = timed;
         let at = |time: Time| Some(origin.saturating_add(time.0));
-        match life {
-            Life::RecvBegan { number, request, at: begin } => {
+        match event {
+            TraceEvent::RecvBegan { number, request, at: begin } => {
                 let event = json!({
                     "cat": "recv", "id": self.id(number), "name": request.as_str(), "args": {"request": request},
                 });
                 out.line("b", RECVS, at(begin), event);
             }
-            Life::RecvEnded { number, receive } => self.recv_ended(out, number, &receive, reported, origin),
-            Life::RecvGivenBack { number, request, at: end } => {
-                let args = json!({"outcome": "given_back"});
+            TraceEvent::RecvEnded { number, receive } => self.recv_ended(out, number, &receive, reported, origin),
+            TraceEvent::RecvReleased { number, request, at: end } => {
+                let args = json!({"outcome": "released"});
                 let event = json!({"cat": "recv", "id": self.id(number), "name": request.as_str(), "args": args});
                 out.line("e", RECVS, at(end), event);
             }
-            Life::SendBegan { request, at: begin } => {
+            TraceEvent::SendBegan { request, at: begin } => {
                 let id = self.id(format_args!("send/{request}"));
                 let event = json!({"cat": "send", "id": id, "name": request.as_str(), "args": {"request": request}});
                 out.line("b", SENDS, at(begin), event);
             }
-            Life::SendEnded { request, at: end, how } => {
+            TraceEvent::SendEnded { request, at: end, how } => {
                 let id = self.id(format_args!("send/{request}"));
                 let args = json!({"outcome": how.name()});
                 out.line("e", SENDS, at(end), json!({"cat": "send", "id": id, "name": request.as_str(), "args": args}));
@@ -270,8 +270,8 @@ impl Tale {
         }
     }
 
-    fn recv_ended(&self, out: &mut Lines, number: u64, receive: &Receive, reported: Time, origin: u64) {
-        let Receive {
+    fn recv_ended(&self, out: &mut EventLines, number: u64, receive: &ReceiveTrace, reported: Time, origin: u64) {
+        let ReceiveTrace {
             engine,
             known,
             queued,
@@ -282,7 +282,7 @@ impl Tale {
             last_byte,
             confirmed,
             over,
-            portions,
+            chunks,
             record,
             message,
         } = receive;
@@ -308,16 +308,11 @@ impl Tale {
             out.line("e", RECVS, at(end), json!({"cat": "recv", "id": id, "name": name}));
         }
         // Over several connections they overlap.
-        for (number, portion) in portions.iter().enumerate() {
-            let own = format!("{id}/portion/{number}");
-            let args = json!({"tokens": [portion.tokens.0, portion.tokens.1], "bytes": portion.bytes});
-            out.line(
-                "b",
-                RECVS,
-                at(portion.posted),
-                json!({"cat": "portion", "id": own, "name": "portion", "args": args}),
-            );
-            out.line("e", RECVS, at(portion.over), json!({"cat": "portion", "id": own, "name": "portion"}));
+        for (number, chunk) in chunks.iter().enumerate() {
+            let own = format!("{id}/chunk/{number}");
+            let args = json!({"tokens": [chunk.tokens.0, chunk.tokens.1], "bytes": chunk.bytes});
+            out.line("b", RECVS, at(chunk.posted), json!({"cat": "chunk", "id": own, "name": "chunk", "args": args}));
+            out.line("e", RECVS, at(chunk.over), json!({"cat": "chunk", "id": own, "name": "chunk"}));
         }
         // It may have begun before, for another request, and last through several stages of this one.
         if let Some((begin, connected)) = handshake {
@@ -345,9 +340,9 @@ impl Tale {
             "last_byte": time(*last_byte),
             "confirmed": time(*confirmed),
             "reported": at(reported),
-            "first_portion": time(portions.iter().map(|portion| portion.posted).min()),
-            "portions": portions.len(),
-            "ahead_bytes": portions.iter().fold(0u64, |sum, portion| sum.saturating_add(portion.bytes)),
+            "first_chunk": time(chunks.iter().map(|chunk| chunk.posted).min()),
+            "chunks": chunks.len(),
+            "ahead_bytes": chunks.iter().fold(0u64, |sum, chunk| sum.saturating_add(chunk.bytes)),
         });
         let event = json!({"cat": "recv", "id": id, "name": record.request.as_str(), "args": args});
         out.line("e", RECVS, at(reported), event);
@@ -359,12 +354,12 @@ fn shortened(text: &str) -> &str {
     text.get(..end).unwrap_or("")
 }
 
-struct Lines {
+struct EventLines {
     pid: u32,
     text: Vec<u8>,
 }
 
-impl Lines {
+impl EventLines {
     fn line(&mut self, phase: &str, tid: u32, ts: Option<u64>, mut event: Value) {
         if let Value::Object(fields) = &mut event {
             fields.insert("ph".to_owned(), phase.into());
@@ -391,7 +386,7 @@ mod tests {
     use super::*;
     use crate::proto::ids::RequestId;
     use crate::proto::wire::{Cause, RecvRecord};
-    use crate::proto::worker::{LeaseEnd, ReceivedPortion};
+    use crate::proto::worker::{LeaseEnd, ReceivedChunk};
 
     fn folder(name: &str) -> PathBuf {
         let folder = env::temp_dir().join(format!("kvferry-trace-{name}-{}", process::id()));
@@ -399,8 +394,8 @@ mod tests {
         folder
     }
 
-    fn source() -> Source {
-        Source {
+    fn source() -> TraceSource {
+        TraceSource {
             name: "a \"worker\"".to_owned(),
             engine: EngineId::new("e").unwrap(),
             rank: RankId { pp: 0, tp: 1 },
@@ -408,7 +403,7 @@ mod tests {
         }
     }
 
-    fn receive(request: &RequestId, cause: Option<Cause>) -> Life {
+    fn receive(request: &RequestId, cause: Option<Cause>) -> TraceEvent {
         let record = RecvRecord {
             request: request.clone(),
             remote_request: RequestId::new("p").unwrap(),
@@ -421,9 +416,9 @@ mod tests {
             confirm_us: 0,
             cause,
         };
-        Life::RecvEnded {
+        TraceEvent::RecvEnded {
             number: 4,
-            receive: Box::new(Receive {
+            receive: Box::new(ReceiveTrace {
                 engine: EngineId::new("far").unwrap(),
                 known: Time(10),
                 queued: Time(20),
@@ -434,7 +429,7 @@ mod tests {
                 last_byte: cause.is_none().then_some(Time(50)),
                 confirmed: cause.is_none().then_some(Time(60)),
                 over: Time(60),
-                portions: vec![ReceivedPortion { tokens: (0, 256), bytes: 77, posted: Time(12), over: Time(18) }],
+                chunks: vec![ReceivedChunk { tokens: (0, 256), bytes: 77, posted: Time(12), over: Time(18) }],
                 record,
                 message: cause.map(|_| "why".repeat(1000)),
             }),
@@ -517,14 +512,14 @@ mod tests {
         let TraceFile { file, path } = TraceFile::configured(folder.join("t.json").to_str(), None).unwrap().unwrap();
         let (go, gate) = channel();
         let tale = path.clone();
-        let writer = Writer::start("kvf-trace", "the trace", 2, move |tells| {
+        let writer = Writer::start("kvf-trace", "the trace", 2, move |inbox| {
             gate.recv().unwrap();
-            Tale { file, path: tale, source: source(), tells }.run();
+            TraceWriter { file, path: tale, source: source(), inbox }.run();
         });
         let tracer = Tracer { writer: writer.unwrap(), origin: 0 };
         let request = RequestId::new("r").unwrap();
         for number in 0..5 {
-            tracer.tell(Life::RecvBegan { number, request: request.clone(), at: Time(number) }, Time(number));
+            tracer.record(TraceEvent::RecvBegan { number, request: request.clone(), at: Time(number) }, Time(number));
         }
         go.send(()).unwrap();
         drop(tracer);
@@ -541,21 +536,21 @@ mod tests {
         let mut tracer = TraceFile::configured(path.to_str(), None).unwrap().unwrap().start(source()).unwrap();
         tracer.set_origin(Instant::now());
         let name = RequestId::new("</script>\"\\ \u{1F600}").unwrap();
-        tracer.tell(Life::RecvBegan { number: 4, request: name.clone(), at: Time(10) }, Time(10));
-        tracer.tell(receive(&name, None), Time(70));
-        tracer.tell(receive(&name, Some(Cause::Timeout)), Time(70));
-        tracer.tell(Life::RecvGivenBack { number: 5, request: name.clone(), at: Time(80) }, Time(80));
-        tracer.tell(Life::SendBegan { request: name.clone(), at: Time(1) }, Time(1));
-        tracer.tell(Life::SendEnded { request: name.clone(), at: Time(9), how: LeaseEnd::Expired }, Time(9));
+        tracer.record(TraceEvent::RecvBegan { number: 4, request: name.clone(), at: Time(10) }, Time(10));
+        tracer.record(receive(&name, None), Time(70));
+        tracer.record(receive(&name, Some(Cause::Timeout)), Time(70));
+        tracer.record(TraceEvent::RecvReleased { number: 5, request: name.clone(), at: Time(80) }, Time(80));
+        tracer.record(TraceEvent::SendBegan { request: name.clone(), at: Time(1) }, Time(1));
+        tracer.record(TraceEvent::SendEnded { request: name.clone(), at: Time(9), how: LeaseEnd::Expired }, Time(9));
         drop(tracer);
         let events = events(&path);
         let of = |phase: &str| events.iter().filter(|e| e.get("ph").unwrap() == phase).count();
         assert_eq!(of("M"), 5);
-        // Began: the request, five stages and posting, a portion, the handshake; of the failed one two stages, a portion and the
+        // Began: the request, five stages and posting, a chunk, the handshake; of the failed one two stages, a chunk and the
         // handshake.
         assert_eq!((of("b"), of("e")), (1 + 8 + 1 + 4 + 1 + 1, 1 + 8 + 1 + 1 + 4 + 1 + 1 + 1));
         let ends: Vec<&Value> = events.iter().filter_map(|e| e.get("args")?.get("outcome")).collect();
-        assert_eq!(ends, ["received", "timeout", "given_back", "expired"]);
+        assert_eq!(ends, ["received", "timeout", "released", "expired"]);
         let ended = events.iter().find(|e| e.pointer("/args/outcome").is_some()).unwrap();
         assert_eq!(ended.get("name").unwrap().as_str(), Some(name.as_str()));
         let args = ended.get("args").unwrap();

@@ -8,10 +8,10 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::IgnoredAny;
 
+use super::channel::{Command, WorkerChannel, lock};
 use super::config::WorkerConfig;
 use super::driver::WorkerDriver;
-use super::shared::{Command, Shared, lock};
-use super::trace::{Source, TraceFile};
+use super::trace::{TraceFile, TraceSource};
 use crate::agent::{Agent, AgentConfig, AgentStats};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -19,7 +19,7 @@ use crate::net;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{self, Message, RankMetadata, StepMetadata, WorkerReport};
-use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineConfig};
+use crate::proto::worker::{MachineGauges, WorkerMachine, WorkerMachineConfig};
 use crate::secret::Key;
 use crate::sys::Outbox;
 
@@ -35,14 +35,14 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Worker {
     config: WorkerConfig,
     agent: Agent,
-    shared: Arc<Shared>,
+    shared: Arc<WorkerChannel>,
     key: Option<Key>,
-    local: Mutex<Option<Local>>,
-    /// What was registered.
+    local: Mutex<Option<LocalMetadata>>,
+    /// The registered regions.
     ranges: Mutex<Vec<MemoryRange>>,
 }
 
-struct Local {
+struct LocalMetadata {
     metadata: Arc<RankMetadata>,
     encoded: Vec<u8>,
 }
@@ -50,11 +50,11 @@ struct Local {
 /// Counters of one worker since its start, and how much it holds now.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct WorkerStats {
-    /// What was received and sent.
+    /// Counters of receives and sends.
     pub totals: Stats,
-    /// What the state machine remembers.
-    pub gauges: Gauges,
-    /// What the agent moved.
+    /// The number of leases, loads and so on that the state machine remembers.
+    pub gauges: MachineGauges,
+    /// Counters of the agent.
     pub agent: AgentStats,
     /// Steps that could not be decoded.
     pub malformed_steps: u64,
@@ -71,7 +71,7 @@ impl Worker {
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
         let key = Key::configured(config.agent.key_file.as_deref())?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(WorkerChannel::default());
         let for_thread = Arc::clone(&shared);
         let timeout = Duration::from_millis(config.machine.handshake_timeout_ms);
         let for_client = key.clone();
@@ -81,15 +81,15 @@ impl Worker {
         )?;
         // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
         let trace = TraceFile::configured(config.trace.as_deref(), config.request_log.as_deref())?;
-        let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent) };
-        let source = || Source {
+        let machine_config = WorkerMachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent) };
+        let source = || TraceSource {
             name: agent.name().to_owned(),
             engine: config.engine_id.clone(),
             rank: config.rank(),
             incarnation: agent.incarnation(),
         };
         let tracer = trace.map(|file| file.start(source())).transpose()?;
-        let machine = Machine::new(machine_config)?;
+        let machine = WorkerMachine::new(machine_config)?;
         shared.push(Command::Begin(Box::new(machine), tracer));
         agent.waker().wake();
         Ok(Worker { config, agent, shared, key, local: Mutex::new(None), ranges: Mutex::default() })
@@ -162,7 +162,7 @@ impl Worker {
         let encoded = metadata.to_bytes()?;
         self.shared.push(Command::Local(Arc::clone(&metadata)));
         self.agent.waker().wake();
-        *local = Some(Local { metadata, encoded });
+        *local = Some(LocalMetadata { metadata, encoded });
         Ok(())
     }
 
@@ -179,9 +179,9 @@ impl Worker {
         }
     }
 
-    /// Hands the rank's metadata to its own engine's listener at `host`:`port` over ZMQ, for hosts without an RPC;
-    /// `expected` is the number of ranks of the engine. Waits up to `timeout`, also for a listener that is not up yet.
-    /// Returns how many ranks are still missing there.
+    /// Hands the rank's metadata to its own engine's listener at `host`:`port` over ZMQ. For hosts without an RPC;
+    /// `expected` is the number of ranks of the engine. Waits up to `timeout`, also for a listener that is not up
+    /// yet. Returns how many ranks are still missing there.
     ///
     /// # Errors
     /// As [`Worker::metadata`] and [`net::push`].
@@ -212,7 +212,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load.
+    /// Returns the events since the last call, if there are any. Never waits; without any it costs one atomic load.
     pub fn poll(&self) -> Option<WorkerReport> {
         self.shared.take_report()
     }
@@ -225,9 +225,10 @@ impl Worker {
         self.shared.take_encoded()
     }
 
-    /// Reports are left in `outbox` from now on, for callers that look often; one that is too long, or comes before the last
-    /// one was read, waits for [`Worker::poll`], which also takes what lies in the outbox and so may not be called while
-    /// somebody reads there. None ends that. When this returns an earlier outbox is not touched any more.
+    /// Leaves reports in `outbox` from now on, for callers that poll often. A report that is too long, or comes
+    /// before the last one was read, waits for [`Worker::poll`]. That also takes the report in the outbox, so it may
+    /// not be called while a thread reads there. None ends that. When this returns an earlier outbox is not touched
+    /// any more.
     pub fn set_outbox(&self, outbox: Option<Outbox>) {
         self.shared.set_outbox(outbox);
     }
@@ -245,7 +246,7 @@ impl Worker {
         self.shared.wait_encoded(timeout)
     }
 
-    /// Whether the worker has ended and every report was taken, so that none will come any more.
+    /// True if the worker has ended and every report was taken. None will come any more.
     pub fn is_drained(&self) -> bool {
         self.shared.is_drained()
     }
@@ -273,9 +274,9 @@ impl Worker {
         })
     }
 
-    /// Ends every load (each still gets its report, to be polled afterwards), gives leases back, closes the
-    /// connections and ends the progress thread. After `Ok` the registered memory may be freed. A later call returns
-    /// what the first one did.
+    /// Ends every load, releases leases, closes the connections and ends the progress thread. Each load still gets
+    /// its report, to be polled afterwards. After `Ok` the registered memory may be freed. A later call returns what
+    /// the first one did.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] when that took longer than `timeout`: the memory must then stay alive.
@@ -283,8 +284,8 @@ impl Worker {
         self.agent.shutdown(timeout)
     }
 
-    /// As [`Worker::shutdown`], for an engine that starts a new worker later ([`Scheduler::renew`](super::Scheduler::renew)):
-    /// prefills that wait to be loaded are not given back to their producers.
+    /// As [`Worker::shutdown`], for an engine that starts a new worker later. That worker takes over by
+    /// [`Scheduler::renew`](super::Scheduler::renew), and prefills that wait to be loaded stay with their producers.
     ///
     /// # Errors
     /// As [`Worker::shutdown`].
@@ -308,10 +309,10 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
     }
 }
 
-fn machine_config(config: &WorkerConfig, agent: &Agent) -> MachineConfig {
+fn machine_config(config: &WorkerConfig, agent: &Agent) -> WorkerMachineConfig {
     let (engine, settings) = (config.engine_id.clone(), config.machine.clone());
-    let base = MachineConfig::new(engine, config.rank(), config.shape(), agent.incarnation(), settings);
-    MachineConfig { telemetry: config.agent.telemetry, ..base }
+    let base = WorkerMachineConfig::new(engine, config.rank(), config.shape(), agent.incarnation(), settings);
+    WorkerMachineConfig { telemetry: config.agent.telemetry, ..base }
 }
 
 #[cfg(test)]
@@ -326,7 +327,7 @@ mod tests {
     #[test]
     fn a_worker_that_ended_too_late_stays_so() {
         let mut config = WorkerConfig::new(EngineId::new("e").unwrap());
-        config.agent.rehearse = false;
+        config.agent.warm_up = false;
         let (go, may_go) = sync_channel(0);
         let agent = Agent::start_with(agent_config(&config), Box::new(|_| Box::new(Stuck(may_go)))).unwrap();
         let (shared, local, ranges) = (Arc::default(), Mutex::new(None), Mutex::default());

@@ -15,19 +15,19 @@ const LAST_LINES: Duration = Duration::from_secs(5);
 
 /// The progress thread's end of such a thread.
 pub(super) struct Writer<T> {
-    told: Option<SyncSender<T>>,
+    sender: Option<SyncSender<T>>,
     left_out: Arc<AtomicU64>,
     /// Never gets anything; disconnected when the thread has ended.
     ended: Receiver<()>,
 }
 
 /// The thread's end.
-pub(super) struct Told<T> {
-    pub(super) news: Receiver<T>,
+pub(super) struct WriterInbox<T> {
+    pub(super) receiver: Receiver<T>,
     left_out: Arc<AtomicU64>,
 }
 
-impl<T> Told<T> {
+impl<T> WriterInbox<T> {
     /// How much was left out since it was last asked.
     pub(super) fn take_left_out(&self) -> u64 {
         self.left_out.swap(0, Ordering::Relaxed)
@@ -44,25 +44,25 @@ impl<T: Send + 'static> Writer<T> {
         name: &str,
         what: &str,
         waiting: usize,
-        write: impl FnOnce(Told<T>) + Send + 'static,
+        write: impl FnOnce(WriterInbox<T>) + Send + 'static,
     ) -> Result<Writer<T>> {
-        let (told, news) = sync_channel(waiting);
+        let (sender, receiver) = sync_channel(waiting);
         let (alive, ended) = sync_channel(0);
         let left_out = Arc::new(AtomicU64::new(0));
-        let its = Told { news, left_out: Arc::clone(&left_out) };
+        let inbox = WriterInbox { receiver, left_out: Arc::clone(&left_out) };
         let run = move || {
-            write(its);
+            write(inbox);
             drop::<SyncSender<()>>(alive);
         };
         spawn(name, run)
             .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes {what}: {e}")))?;
-        Ok(Writer { told: Some(told), left_out, ended })
+        Ok(Writer { sender: Some(sender), left_out, ended })
     }
 
     /// Hands over what is to be written. Never waits: while the disk does not keep up, it is left out.
-    pub(super) fn tell(&self, news: T) {
-        if let Some(told) = &self.told
-            && told.try_send(news).is_err()
+    pub(super) fn send(&self, piece: T) {
+        if let Some(sender) = &self.sender
+            && sender.try_send(piece).is_err()
         {
             self.left_out.fetch_add(1, Ordering::Relaxed);
         }
@@ -71,7 +71,7 @@ impl<T: Send + 'static> Writer<T> {
 
 impl<T> Drop for Writer<T> {
     fn drop(&mut self) {
-        self.told = None;
+        self.sender = None;
         // Ends when the thread is done, or when it takes too long: a disk that hangs must not hold up a shutdown.
         let _ = self.ended.recv_timeout(LAST_LINES);
     }

@@ -16,7 +16,7 @@ use crate::agent::{decode_metadata, decode_region, encode_metadata, encode_regio
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 
 /// A transfer engine. Opaque.
 pub struct kvf_agent {
@@ -33,7 +33,7 @@ pub enum kvf_memory_kind {
     KVF_MEMORY_CUDA = 1,
 }
 
-/// What a kvf_event tells.
+/// The kind of a kvf_event.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum kvf_event_kind {
@@ -60,7 +60,7 @@ pub struct kvf_event {
     pub peer: u64,
     /// The transfer.
     pub transfer: u64,
-    /// What was given with the transfer.
+    /// The caller's number for the transfer.
     pub user_data: u64,
     /// Bytes whose operations succeeded.
     pub bytes: u64,
@@ -76,8 +76,8 @@ pub struct kvf_event {
     pub payload_len: u64,
 }
 
-/// What a handle stands for.
-pub(super) struct Host {
+/// The object behind a handle.
+pub(super) struct AgentObject {
     pub(super) agent: Agent,
     /// The bytes of the events handed out last.
     payloads: Mutex<Payloads>,
@@ -89,12 +89,12 @@ struct Payloads {
     bytes: HashMap<u64, Vec<u8>>,
 }
 
-impl Object for Host {
+impl Object for AgentObject {
     type C = kvf_agent;
     const NOUN: &'static str = "agent";
 }
 
-/// What the C side says a range is.
+/// Decodes the kind of memory that C callers pass.
 pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
     if kind == kvf_memory_kind::KVF_MEMORY_HOST as u32 {
         Ok(MemoryKind::Host)
@@ -120,14 +120,14 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
         // SAFETY: the caller's promise for arrays.
         let config = unsafe { slice(config, config_len, "config")? };
         log::start();
-        let config: AgentConfig = parse_config(Part::Agent, config)?;
+        let config: AgentConfig = parse_config(Component::Agent, config)?;
         let agent = Agent::start(config)?;
-        out.write(handle::give(Host { agent, payloads: Mutex::default() }));
+        out.write(handle::give(AgentObject { agent, payloads: Mutex::default() }));
         Ok(())
     })
 }
 
-/// Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
+/// Registers `len` bytes at `addr`. Transfers can then name them, and peers can read and write them. `kind` is a
 /// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
 /// `*index` is what segments on both sides call it. Ranges may overlap: each is a region of its own. Waits for the
 /// registration, which pins the memory.
@@ -149,30 +149,31 @@ pub unsafe extern "C" fn kvf_agent_register(
     boundary!(kvf_agent_register, {
         // SAFETY: the caller's promise for out-parameters.
         let (region, index) = unsafe { (Out::new(region, "region")?, Out::new(index, "index")?) };
-        let host = handle::get::<Host>(agent)?;
+        let object = handle::get::<AgentObject>(agent)?;
         // SAFETY: the caller promises that the memory stays allocated until it is taken back.
         let range = unsafe { MemoryRange::new(addr.addr() as u64, len, memory_kind(kind, device)?)? };
-        let id = host.agent.register(range)?;
+        let id = object.agent.register(range)?;
         region.write(id.raw());
         index.write(id.index());
         Ok(())
     })
 }
 
-/// Takes a region back: new transfers with it are refused, those that use it are cancelled, peers on this host that copy by
-/// themselves are waited for, also those that leave, and when this returns KVF_OK none touches its memory. A peer whose process
-/// stands still is not waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that this
-/// side has disconnected is not asked: deregister first. KVF_TIMEOUT when transfers, or copies that peers make, have not ended in
-/// time: then the memory must stay allocated, and a later call waits again.
+/// Deregisters a region; when this returns KVF_OK nothing touches its memory. New transfers with it are refused,
+/// those that use it are cancelled, and peers on this host that copy by themselves are waited for, also those that
+/// leave. A peer whose process stands still is not waited for longer than cancel_grace_ms, and may end a copy that it
+/// has begun when it goes on; one that this side has disconnected is not asked: deregister first. KVF_TIMEOUT when
+/// transfers, or copies that peers make, have not ended in time: then the memory must stay allocated, and a later
+/// call waits again.
 ///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_deregister(agent: *mut kvf_agent, region: u64) -> i32 {
-    boundary!(kvf_agent_deregister, { handle::get::<Host>(agent)?.agent.deregister(RegionId::from_raw(region)) })
+    boundary!(kvf_agent_deregister, { handle::get::<AgentObject>(agent)?.agent.deregister(RegionId::from_raw(region)) })
 }
 
-/// The metadata with which another agent connects to this one and reaches the regions registered so far.
+/// Gives the metadata with which another agent connects to this one. It reaches the regions registered so far.
 ///
 /// # Safety
 /// As the header's top says.
@@ -180,12 +181,12 @@ pub unsafe extern "C" fn kvf_agent_deregister(agent: *mut kvf_agent, region: u64
 pub unsafe extern "C" fn kvf_agent_metadata(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_agent_metadata, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encode_metadata(&handle::get::<Host>(agent)?.agent.metadata()?)) }
+        unsafe { fill(out, || encode_metadata(&handle::get::<AgentObject>(agent)?.agent.metadata()?)) }
     })
 }
 
-/// The metadata of one region, for peers that have connected already: its size does not depend on other regions. The peer
-/// passes it to kvf_agent_add_region.
+/// Gives the metadata of one region, for peers that have connected already. Its size does not depend on other
+/// regions. The peer passes it to kvf_agent_add_region.
 ///
 /// # Safety
 /// As the header's top says.
@@ -194,15 +195,16 @@ pub unsafe extern "C" fn kvf_agent_region_metadata(agent: *mut kvf_agent, region
     boundary!(kvf_agent_region_metadata, {
         let region = RegionId::from_raw(region);
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encode_region(&handle::get::<Host>(agent)?.agent.region_metadata(region)?)) }
+        unsafe { fill(out, || encode_region(&handle::get::<AgentObject>(agent)?.agent.region_metadata(region)?)) }
     })
 }
 
-/// Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
-/// of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
-/// nothing; other metadata of a region that is known is KVF_CORRUPT, because an index names one region for ever. Metadata of
-/// another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that lists regions but not this one takes
-/// it away again; metadata that lists no region takes none away.
+/// Makes a peer's region known that was registered after its metadata was made. The metadata is that of
+/// kvf_agent_connect. `metadata` is of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the
+/// region. Passing the same again does nothing; other metadata of a region that is known is KVF_CORRUPT, because an
+/// index names one region for ever. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect
+/// with metadata that lists regions but not this one takes it away again; metadata that lists no region takes none
+/// away.
 ///
 /// # Safety
 /// As the header's top says.
@@ -217,8 +219,8 @@ pub unsafe extern "C" fn kvf_agent_add_region(
     boundary!(kvf_agent_add_region, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (index, metadata) = unsafe { (Out::new(index, "index")?, slice(metadata, metadata_len, "metadata")?) };
-        let host = handle::get::<Host>(agent)?;
-        index.write(host.agent.add_region(PeerId::from_raw(peer), decode_region(metadata)?)?);
+        let object = handle::get::<AgentObject>(agent)?;
+        index.write(object.agent.add_region(PeerId::from_raw(peer), decode_region(metadata)?)?);
         Ok(())
     })
 }
@@ -232,7 +234,7 @@ pub unsafe extern "C" fn kvf_agent_add_region(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_remove_region(agent: *mut kvf_agent, peer: u64, region: u32) -> i32 {
     boundary!(kvf_agent_remove_region, {
-        handle::get::<Host>(agent)?.agent.remove_region(PeerId::from_raw(peer), region)
+        handle::get::<AgentObject>(agent)?.agent.remove_region(PeerId::from_raw(peer), region)
     })
 }
 
@@ -251,19 +253,19 @@ pub unsafe extern "C" fn kvf_agent_connect(
     boundary!(kvf_agent_connect, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (peer, metadata) = unsafe { (Out::new(peer, "peer")?, slice(metadata, metadata_len, "metadata")?) };
-        let host = handle::get::<Host>(agent)?;
-        peer.write(host.agent.connect(&decode_metadata(metadata)?)?.raw());
+        let object = handle::get::<AgentObject>(agent)?;
+        peer.write(object.agent.connect(&decode_metadata(metadata)?)?.raw());
         Ok(())
     })
 }
 
-/// Ends a connection: its transfers are cancelled, messages not sent yet are lost, and the id is dead at once.
+/// Ends a connection; its id is invalid at once. Its transfers are cancelled, and messages not sent yet are lost.
 ///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_disconnect(agent: *mut kvf_agent, peer: u64) -> i32 {
-    boundary!(kvf_agent_disconnect, { handle::get::<Host>(agent)?.agent.disconnect(PeerId::from_raw(peer)) })
+    boundary!(kvf_agent_disconnect, { handle::get::<AgentObject>(agent)?.agent.disconnect(PeerId::from_raw(peer)) })
 }
 
 #[derive(Serialize)]
@@ -275,9 +277,10 @@ struct RouteMap {
     mixed: &'static str,
 }
 
-/// Which way bytes go between this agent and a peer: a msgpack map with connected (bool: whether the peer has answered;
-/// what follows is empty before), lanes (transports and devices of the connection, in UCX's words), and the names of the
-/// paths of long runs: host (between host memories), device (between CUDA devices) and mixed (between the two).
+/// Tells over which transports and data paths bytes go between this agent and a peer. `*out` is a msgpack map with
+/// connected (bool: whether the peer has answered; what follows is empty before), lanes (transports and devices of
+/// the connection, in UCX's words), and the names of the paths of long runs: host (between host memories), device
+/// (between CUDA devices) and mixed (between the two).
 ///
 /// # Safety
 /// As the header's top says.
@@ -285,7 +288,7 @@ struct RouteMap {
 pub unsafe extern "C" fn kvf_agent_route(agent: *mut kvf_agent, peer: u64, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_agent_route, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || route(&handle::get::<Host>(agent)?.agent, PeerId::from_raw(peer))) }
+        unsafe { fill(out, || route(&handle::get::<AgentObject>(agent)?.agent, PeerId::from_raw(peer))) }
     })
 }
 
@@ -302,7 +305,7 @@ struct PeersMap {
     peers: Vec<PeerStats>,
 }
 
-/// What was moved from and to each peer, and which way, in figures since the start: a msgpack map whose peers is a list of
+/// Gives the figures of each peer since the start: a msgpack map whose peers is a list of
 /// maps with name, connected (1 or 0), lanes, host, device and mixed (as of kvf_agent_route, empty while not connected), and
 /// the counters that kvf_stats_metrics has under the scope "peer". Connections to agents of one name count together, also
 /// those that are over; of names without a connection, the 256 that were connected last are kept. Transfers count on the
@@ -315,7 +318,7 @@ pub unsafe extern "C" fn kvf_agent_peers(agent: *mut kvf_agent, out: *mut kvf_bu
     boundary!(kvf_agent_peers, {
         let told = |agent: &Agent| decode::encode("the peers", &PeersMap { peers: agent.peer_stats()? });
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || told(&handle::get::<Host>(agent)?.agent)) }
+        unsafe { fill(out, || told(&handle::get::<AgentObject>(agent)?.agent)) }
     })
 }
 
@@ -329,13 +332,13 @@ pub unsafe extern "C" fn kvf_agent_send(agent: *mut kvf_agent, peer: u64, data: 
     boundary!(kvf_agent_send, {
         // SAFETY: the caller's promise for arrays.
         let data = unsafe { slice(data, data_len, "data")? };
-        handle::get::<Host>(agent)?.agent.send(PeerId::from_raw(peer), data.to_vec())
+        handle::get::<AgentObject>(agent)?.agent.send(PeerId::from_raw(peer), data.to_vec())
     })
 }
 
-/// Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
-/// be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
-/// at a time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
+/// Takes up to `cap` of the oldest events, without waiting. `*count` becomes their number, which may be 0. The
+/// payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread at a
+/// time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
 /// library's thread.
 ///
 /// # Safety
@@ -383,21 +386,22 @@ unsafe fn take_events(
     // SAFETY: as above. An array that was not initialized is not read: `kvf_event` is plain numbers, and it is only
     // written through `MaybeUninit`.
     let out = unsafe { slice_mut(out.cast::<std::mem::MaybeUninit<kvf_event>>(), cap, "out")? };
-    let host = handle::get::<Host>(agent)?;
+    let object = handle::get::<AgentObject>(agent)?;
     if out.is_empty() {
         return Err(Error::invalid("cap is 0; expected room for at least one event"));
     }
-    let mut first = timeout.and_then(|timeout| host.agent.wait_event(timeout));
-    let mut payloads = host.payloads.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut first = timeout.and_then(|timeout| object.agent.wait_event(timeout));
+    let mut payloads = object.payloads.lock().unwrap_or_else(PoisonError::into_inner);
     payloads.bytes.clear();
     let mut taken = 0usize;
     for place in out.iter_mut() {
-        let next = if taken == 0 { first.take().or_else(|| host.agent.poll_event()) } else { host.agent.next_event() };
+        let next =
+            if taken == 0 { first.take().or_else(|| object.agent.poll_event()) } else { object.agent.next_event() };
         let Some(event) = next else { break };
         place.write(payloads.describe(event));
         taken = taken.saturating_add(1);
     }
-    if taken == 0 && timeout.is_some() && host.agent.is_drained() {
+    if taken == 0 && timeout.is_some() && object.agent.is_drained() {
         return Err(Error::new(ErrorKind::ShutDown, "the agent is shut down and every event was taken; stop waiting"));
     }
     count.write(taken);
@@ -463,8 +467,8 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
         // SAFETY: the caller's promise for out-parameters.
         unsafe {
             fill(out, || {
-                let host = handle::get::<Host>(agent)?;
-                let mut payloads = host.payloads.lock().unwrap_or_else(PoisonError::into_inner);
+                let object = handle::get::<AgentObject>(agent)?;
+                let mut payloads = object.payloads.lock().unwrap_or_else(PoisonError::into_inner);
                 payloads.bytes.remove(&payload).ok_or_else(|| {
                     Error::not_found(format!(
                         "payload {payload} is not waiting: it was fetched already, or events were taken since"
@@ -475,7 +479,7 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
     })
 }
 
-/// Gauges, counters and histograms since the start, as a msgpack map; kvf_stats_metrics tells what each is.
+/// Gives gauges, counters and histograms since the start, as a msgpack map. kvf_stats_metrics tells what each is.
 ///
 /// # Safety
 /// As the header's top says.
@@ -483,7 +487,7 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
 pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_agent_stats, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || decode::encode("the agent's stats", &handle::get::<Host>(agent)?.agent.stats()?)) }
+        unsafe { fill(out, || decode::encode("the agent's stats", &handle::get::<AgentObject>(agent)?.agent.stats()?)) }
     })
 }
 
@@ -500,7 +504,7 @@ pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_bu
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_shutdown(agent: *mut kvf_agent, timeout_ms: u32) -> i32 {
     boundary!(kvf_agent_shutdown, {
-        handle::get::<Host>(agent)?.agent.shutdown(Duration::from_millis(timeout_ms.into()))
+        handle::get::<AgentObject>(agent)?.agent.shutdown(Duration::from_millis(timeout_ms.into()))
     })
 }
 
@@ -511,7 +515,7 @@ pub unsafe extern "C" fn kvf_agent_shutdown(agent: *mut kvf_agent, timeout_ms: u
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_free(agent: *mut kvf_agent) -> i32 {
-    boundary!(kvf_agent_free, { handle::take::<Host>(agent)?.agent.shutdown(super::FREE_TIMEOUT) })
+    boundary!(kvf_agent_free, { handle::take::<AgentObject>(agent)?.agent.shutdown(super::FREE_TIMEOUT) })
 }
 
 #[cfg(test)]
@@ -525,10 +529,10 @@ mod tests {
 
     #[test]
     fn an_agent_that_ended_too_late_is_freed_with_the_same_status() {
-        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
+        let config = AgentConfig { warm_up: false, ..AgentConfig::default() };
         let (go, may_go) = sync_channel(0);
         let agent = Agent::start_with(config, Box::new(|_| Box::new(Stuck(may_go)))).unwrap();
-        let agent = handle::give(Host { agent, payloads: Mutex::default() });
+        let agent = handle::give(AgentObject { agent, payloads: Mutex::default() });
         // SAFETY: these functions look the handle up.
         let [first, second, freed] =
             unsafe { [kvf_agent_shutdown(agent, 0), kvf_agent_shutdown(agent, 1000), kvf_agent_free(agent)] };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::agent::{Host, kvf_agent};
+use super::agent::{AgentObject, kvf_agent};
 use super::boundary::{Out, slice};
 use super::handle;
 use super::lists::Offsets;
@@ -20,7 +20,7 @@ pub enum kvf_direction {
     KVF_WRITE = 1,
 }
 
-/// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
+/// A run of bytes that repeats at every block of one pair of lists. Block `i` of list `list` moves `length` bytes
 /// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
 /// remote_stride` in the remote one. Offsets, strides and length are in bytes.
 #[repr(C)]
@@ -71,18 +71,18 @@ pub unsafe extern "C" fn kvf_agent_transfer(
     boundary!(kvf_agent_transfer, {
         // SAFETY: the caller's promise for out-parameters.
         let transfer = unsafe { Out::new(transfer, "transfer")? };
-        let host = handle::get::<Host>(agent)?;
+        let object = handle::get::<AgentObject>(agent)?;
         let direction = direction_of(direction)?;
         // SAFETY: the caller's promise for arrays.
         let plan = unsafe { plan_of(segments, segments_len, local_ids, remote_ids, list_offsets, lists)? };
-        transfer.write(host.agent.transfer(PeerId::from_raw(peer), direction, plan, user_data)?.raw());
+        transfer.write(object.agent.transfer(PeerId::from_raw(peer), direction, plan, user_data)?.raw());
         Ok(())
     })
 }
 
-/// As kvf_agent_transfer, and sends a message of at most 16 MiB to the peer as soon as every byte was moved: the library
-/// sends it, whether or not this side polls. It arrives as KVF_EVENT_MESSAGE, in order with those of kvf_agent_send. A
-/// transfer that fails sends none. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
+/// As kvf_agent_transfer, and sends the peer a message once every byte was moved. It has at most 16 MiB; the library
+/// sends it, whether or not this side polls. It arrives as KVF_EVENT_MESSAGE, in order with those of kvf_agent_send.
+/// A transfer that fails sends none. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
 ///
 /// # Safety
 /// As the header's top says.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvf_agent_transfer_and_send(
     boundary!(kvf_agent_transfer_and_send, {
         // SAFETY: the caller's promise for out-parameters.
         let transfer = unsafe { Out::new(transfer, "transfer")? };
-        let host = handle::get::<Host>(agent)?;
+        let object = handle::get::<AgentObject>(agent)?;
         let direction = direction_of(direction)?;
         // SAFETY: the caller's promise for arrays.
         let (plan, message) = unsafe {
@@ -113,7 +113,7 @@ pub unsafe extern "C" fn kvf_agent_transfer_and_send(
             (plan, slice(message, message_len, "message")?.to_vec())
         };
         let peer = PeerId::from_raw(peer);
-        transfer.write(host.agent.transfer_with(peer, direction, plan, message, user_data)?.raw());
+        transfer.write(object.agent.transfer_with(peer, direction, plan, message, user_data)?.raw());
         Ok(())
     })
 }
@@ -167,13 +167,13 @@ fn segment(from: &kvf_segment) -> Segment {
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_cancel(agent: *mut kvf_agent, transfer: u64) -> i32 {
-    boundary!(kvf_agent_cancel, { handle::get::<Host>(agent)?.agent.cancel(TransferId::from_raw(transfer)) })
+    boundary!(kvf_agent_cancel, { handle::get::<AgentObject>(agent)?.agent.cancel(TransferId::from_raw(transfer)) })
 }
 
-/// Waits up to `timeout_ms` milliseconds until a transfer is over, and so touches no memory any more; its
-/// KVF_EVENT_TRANSFER_DONE is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not
-/// over in time: then its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its
-/// memory must stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
+/// Waits up to `timeout_ms` milliseconds until a transfer is over and touches no memory. Its KVF_EVENT_TRANSFER_DONE
+/// is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not over in time: then
+/// its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its memory must
+/// stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
 ///
 /// # Safety
 /// As the header's top says.
@@ -181,6 +181,6 @@ pub unsafe extern "C" fn kvf_agent_cancel(agent: *mut kvf_agent, transfer: u64) 
 pub unsafe extern "C" fn kvf_agent_wait_transfer(agent: *mut kvf_agent, transfer: u64, timeout_ms: u32) -> i32 {
     boundary!(kvf_agent_wait_transfer, {
         let timeout = Duration::from_millis(timeout_ms.into());
-        handle::get::<Host>(agent)?.agent.wait_transfer(TransferId::from_raw(transfer), timeout)
+        handle::get::<AgentObject>(agent)?.agent.wait_transfer(TransferId::from_raw(transfer), timeout)
     })
 }

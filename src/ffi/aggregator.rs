@@ -10,20 +10,20 @@ use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log, report};
 use crate::error::{Error, Result};
-use crate::proto::aggregate::{Aggregator, Direction, Outcome};
+use crate::proto::aggregate::{Aggregator, Outcome, RequestSide};
 use crate::proto::ids::{RankId, RequestId};
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Blocks, RecvRecord};
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 
 /// An aggregator. Opaque.
 pub struct kvf_aggregator {
     _opaque: (),
 }
 
-struct Host(Mutex<Aggregator>);
+struct AggregatorObject(Mutex<Aggregator>);
 
-impl Object for Host {
+impl Object for AggregatorObject {
     type C = kvf_aggregator;
     const NOUN: &'static str = "aggregator";
 }
@@ -40,14 +40,14 @@ pub enum kvf_side {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Config {
+pub(super) struct AggregatorOptions {
     pub(super) ranks: Vec<RankId>,
     pub(super) limit: Option<usize>,
 }
 
 /// [`Outcome`] with every field named, for hosts that read maps.
 #[derive(Serialize)]
-struct Named {
+struct NamedOutcome {
     granted: Vec<RequestId>,
     finished_sending: Vec<RequestId>,
     finished_recving: Vec<RequestId>,
@@ -70,9 +70,9 @@ struct NamedRecord {
     record: RecvRecord,
 }
 
-impl From<Outcome> for Named {
+impl From<Outcome> for NamedOutcome {
     fn from(outcome: Outcome) -> Self {
-        Named {
+        NamedOutcome {
             granted: outcome.granted,
             finished_sending: outcome.finished_sending,
             finished_recving: outcome.finished_recving,
@@ -100,25 +100,25 @@ impl From<Outcome> for Named {
 
 /// An outcome as the map that hosts read.
 pub(super) fn encode(outcome: Outcome) -> Result<Vec<u8>> {
-    decode::encode("an outcome", &Named::from(outcome))
+    decode::encode("an outcome", &NamedOutcome::from(outcome))
 }
 
 /// The direction that a kvf_side names.
-pub(super) fn direction(side: u32) -> Result<Direction> {
+pub(super) fn direction(side: u32) -> Result<RequestSide> {
     match side {
-        s if s == kvf_side::KVF_SENDING as u32 => Ok(Direction::Send),
-        s if s == kvf_side::KVF_RECVING as u32 => Ok(Direction::Recv),
+        s if s == kvf_side::KVF_SENDING as u32 => Ok(RequestSide::Send),
+        s if s == kvf_side::KVF_RECVING as u32 => Ok(RequestSide::Recv),
         other => Err(Error::invalid(format!("side {other} is unknown; expected KVF_SENDING or KVF_RECVING"))),
     }
 }
 
 fn with<R>(aggregator: *mut kvf_aggregator, act: impl FnOnce(&mut Aggregator) -> Result<R>) -> Result<R> {
-    let host = handle::get::<Host>(aggregator)?;
+    let host = handle::get::<AggregatorObject>(aggregator)?;
     let mut aggregator = host.0.lock().unwrap_or_else(PoisonError::into_inner);
     act(&mut aggregator)
 }
 
-/// Starts an aggregator, for hosts with a scheduler side of their own: a kvf_scheduler has one inside. `config` is a
+/// Starts an aggregator, for hosts with a scheduler side of their own. A kvf_scheduler has one inside. `config` is a
 /// msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the engine), limit (requests remembered).
 ///
 /// # Safety
@@ -132,13 +132,13 @@ pub unsafe extern "C" fn kvf_aggregator_start(
     boundary!(kvf_aggregator_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = parse_config(Part::Aggregator, config)?;
+        let config: AggregatorOptions = parse_config(Component::Aggregator, config)?;
         log::start();
         let aggregator = match config.limit {
             Some(limit) => Aggregator::with_limit(config.ranks, limit)?,
             None => Aggregator::new(config.ranks)?,
         };
-        out.write(handle::give(Host(Mutex::new(aggregator))));
+        out.write(handle::give(AggregatorObject(Mutex::new(aggregator))));
         Ok(())
     })
 }
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn kvf_aggregator_add(
     })
 }
 
-/// From now on `count` ranks, whichever, end `request` on `side` (a kvf_side), in place of all.
+/// Makes `count` ranks, whichever, end `request` on `side` (a kvf_side), in place of all.
 ///
 /// # Safety
 /// As the header's top says.
@@ -201,7 +201,7 @@ pub unsafe extern "C" fn kvf_aggregator_forget(
     })
 }
 
-/// What is known of requests since the last call, as the msgpack map that kvf_scheduler_report gives.
+/// Gives the requests that ended since the last call. `*out` is the msgpack map that kvf_scheduler_report gives.
 ///
 /// # Safety
 /// As the header's top says.
@@ -219,5 +219,5 @@ pub unsafe extern "C" fn kvf_aggregator_take(aggregator: *mut kvf_aggregator, ou
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_aggregator_free(aggregator: *mut kvf_aggregator) -> i32 {
-    boundary!(kvf_aggregator_free, { handle::take::<Host>(aggregator).map(drop) })
+    boundary!(kvf_aggregator_free, { handle::take::<AggregatorObject>(aggregator).map(drop) })
 }

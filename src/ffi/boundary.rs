@@ -1,4 +1,4 @@
-//! What every export has in common: panics are caught, arguments are checked, and errors are kept for the caller.
+//! The frame of every export: panics are caught, arguments are checked, and errors are kept for the caller.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -10,11 +10,11 @@ use crate::error::{Error, ErrorKind, Result};
 thread_local! {
     /// The text of the last failed call of this thread.
     static LAST: RefCell<String> = const { RefCell::new(String::new()) };
-    /// Whether this thread is in a callback of the host's.
+    /// True if this thread is in a callback of the host's.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread is in a callback of the host's.
+/// True if the calling thread is in a callback of the host's.
 pub(super) fn is_in_callback() -> bool {
     IN_CALLBACK.try_with(Cell::get).unwrap_or(false)
 }

@@ -1,4 +1,4 @@
-//! Byte strings that the library makes and the caller gives back.
+//! Byte strings that the library makes and the caller frees.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,20 +21,20 @@ pub struct kvf_buffer {
     pub id: u64,
 }
 
-struct Live {
+struct LiveBuffers {
     /// Ids below are of the process from which this one was forked.
     first: u64,
     next: AtomicU64,
     bytes: Mutex<HashMap<u64, Box<[u8]>>>,
 }
 
-static LIVE: PerProcess<Live> = PerProcess::new(|earlier: Option<&Live>| {
+static LIVE: PerProcess<LiveBuffers> = PerProcess::new(|earlier: Option<&LiveBuffers>| {
     let first = earlier.map_or(1, |earlier| earlier.next.load(Ordering::Relaxed));
-    Live { first, next: AtomicU64::new(first), bytes: Mutex::default() }
+    LiveBuffers { first, next: AtomicU64::new(first), bytes: Mutex::default() }
 });
 
-impl Live {
-    /// Whether there was such a buffer. One that a fork has copied stays: another thread may have held the lock of its table.
+impl LiveBuffers {
+    /// Frees a buffer; false if there was none. One that a fork has copied stays: another thread may have held the lock of its table.
     fn free(&self, id: u64) -> bool {
         id < self.first || self.bytes.lock().unwrap_or_else(PoisonError::into_inner).remove(&id).is_some()
     }

@@ -10,23 +10,25 @@ use crate::proto::geometry::Geometry;
 use crate::proto::shape::EngineSpec;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{TransferParams, WorkerReport};
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 
 /// How many kinds of map [`config`] knows.
 pub const CONFIGS: u8 = 10;
 
-/// Decodes and checks a map of one kind, as the C function does that takes it, without starting anything.
+/// Decodes and checks a map as the C function that takes it does. It starts nothing.
 pub fn config(which: u8, bytes: &[u8]) -> bool {
     match which % CONFIGS {
-        0 => parse_config::<AgentConfig>(Part::Agent, bytes).and_then(|config| config.validate()).is_ok(),
-        1 => parse_config::<listener::Config>(Part::Listener, bytes).and_then(|config| config.bind_port()).is_ok(),
-        2 => parse_config::<WorkerConfig>(Part::Worker, bytes)
+        0 => parse_config::<AgentConfig>(Component::Agent, bytes).and_then(|config| config.validate()).is_ok(),
+        1 => parse_config::<listener::ListenerOptions>(Component::Listener, bytes)
+            .and_then(|config| config.bind_port())
+            .is_ok(),
+        2 => parse_config::<WorkerConfig>(Component::Worker, bytes)
             .and_then(|config| config.check().and_then(|()| config.compat()))
             .is_ok(),
-        3 => parse_config::<SchedulerConfig>(Part::Scheduler, bytes)
+        3 => parse_config::<SchedulerConfig>(Component::Scheduler, bytes)
             .and_then(|config| config.check().and_then(|()| config.bind_port()))
             .is_ok(),
-        4 => parse_config::<aggregator::Config>(Part::Aggregator, bytes)
+        4 => parse_config::<aggregator::AggregatorOptions>(Component::Aggregator, bytes)
             .and_then(|config| match config.limit {
                 Some(limit) => Aggregator::with_limit(config.ranks, limit),
                 None => Aggregator::new(config.ranks),

@@ -8,12 +8,12 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::table::{FIRST, Table};
+use super::table::{FIRST, NumberTable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicUsize, RwLock};
 use crate::sys::fork::{PerProcess, process_id};
 
-/// What a handle stands for.
+/// An object behind a handle.
 pub(super) trait Object: Any + Send + Sync {
     /// The opaque C type.
     type C;
@@ -21,25 +21,25 @@ pub(super) trait Object: Any + Send + Sync {
     const NOUN: &'static str;
 }
 
-struct Entry {
+struct HandleEntry {
     noun: &'static str,
     object: Arc<dyn Any + Send + Sync>,
 }
 
-struct Live {
+struct LiveHandles {
     /// Numbers below are handles of the process from which this one was forked.
     first: usize,
-    table: Table<Entry>,
+    table: NumberTable<HandleEntry>,
 }
 
-static LIVE: PerProcess<Live> = PerProcess::new(|earlier: Option<&Live>| {
+static LIVE: PerProcess<LiveHandles> = PerProcess::new(|earlier: Option<&LiveHandles>| {
     let first = earlier.map_or(FIRST, |earlier| earlier.table.next());
-    Live { first, table: Table::from(RwLock::new(None), AtomicUsize::new(first)) }
+    LiveHandles { first, table: NumberTable::from(RwLock::new(None), AtomicUsize::new(first)) }
 });
 
 /// Makes a handle for `object`.
 pub(super) fn give<T: Object>(object: T) -> *mut T::C {
-    let number = LIVE.get().table.insert(Entry { noun: T::NOUN, object: Arc::new(object) });
+    let number = LIVE.get().table.insert(HandleEntry { noun: T::NOUN, object: Arc::new(object) });
     std::ptr::without_provenance_mut(number)
 }
 
@@ -56,7 +56,7 @@ pub(super) fn take<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
 }
 
 /// The table of this process, unless the handle is of another one's.
-fn own<T: Object>(number: usize) -> Result<&'static Table<Entry>> {
+fn own<T: Object>(number: usize) -> Result<&'static NumberTable<HandleEntry>> {
     let live = LIVE.get();
     if number >= FIRST && number < live.first {
         return Err(Error::new(
@@ -72,7 +72,7 @@ fn own<T: Object>(number: usize) -> Result<&'static Table<Entry>> {
     Ok(&live.table)
 }
 
-fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
+fn checked<T: Object>(number: usize, entry: Option<&HandleEntry>) -> Result<Arc<T>> {
     if number == 0 {
         return Err(Error::invalid(format!("the {} handle is NULL", T::NOUN)));
     }

@@ -1,4 +1,4 @@
-//! `kvf_handshake_*`: asking an engine's listener who it is.
+//! `kvf_handshake_*`: a handshake without an engine.
 
 use std::ffi::c_char;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use crate::secret::Key;
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-struct Config {
+struct SurveyOptions {
     engine: Option<EngineId>,
     own: Option<OwnSide>,
     key_file: Option<PathBuf>,
@@ -28,14 +28,14 @@ struct Config {
 }
 
 #[derive(Serialize)]
-struct Answer {
+struct SurveyReply {
     survey: Survey,
     agents: Vec<ByteBuf>,
 }
 
-/// Asks the handshake listener at `host`:`port` for the metadata of all ranks of its engine, and compares them with an
-/// engine that need not run. Waits up to the configured time, also for a listener that is not complete yet, but not for one
-/// that is not up.
+/// Asks a handshake listener for the metadata of all ranks of its engine. It is at `host`:`port`; the ranks are
+/// compared with an engine that need not run. Waits up to the configured time, also for a listener that is not
+/// complete yet, but not for one that is not up.
 ///
 /// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: engine (str: the engine expected there; any),
 /// key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
@@ -64,14 +64,15 @@ pub unsafe extern "C" fn kvf_handshake_survey(
         // SAFETY: the caller's promise for out-parameters and arrays.
         unsafe {
             let (host, config) = (text(host, host_len, "host")?, slice(config, config_len, "config")?);
-            let config = if config.is_empty() { Config::default() } else { decode::map("the configuration", config)? };
+            let config =
+                if config.is_empty() { SurveyOptions::default() } else { decode::map("the configuration", config)? };
             log::start();
             fill(out, || survey(host, port, config))
         }
     })
 }
 
-fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
+fn survey(host: &str, port: u16, config: SurveyOptions) -> Result<Vec<u8>> {
     let key = Key::configured(config.key_file.as_deref())?;
     let timeout = Duration::from_millis(config.timeout_ms.unwrap_or(10_000).into());
     let reply = net::query(key.as_ref(), host, port, config.engine, Vec::new(), timeout)?;
@@ -81,7 +82,7 @@ fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
             let (ranks, protocol) = decode_ranks(&engine, shape, &ranks).map_err(answered)?;
             let survey = Survey::of(incarnation, &ranks, protocol, config.own.as_ref())?;
             let agents = ranks.iter().map(|rank| encode_metadata(&rank.agent).map(ByteBuf::from));
-            decode::encode("a survey", &Answer { survey, agents: agents.collect::<Result<_>>()? })
+            decode::encode("a survey", &SurveyReply { survey, agents: agents.collect::<Result<_>>()? })
         }
         HandshakeReply::Refused { code, message, .. } => Err(answered(Error::new(kind_of(code), message))),
         HandshakeReply::Pushed { .. } | HandshakeReply::Prefills { .. } => {

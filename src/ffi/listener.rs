@@ -10,31 +10,31 @@ use super::buffer::{self, kvf_buffer};
 use super::handle::{self, Object};
 use super::log;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{self, Gate, ListenerConfig};
+use crate::net::{self, AuthLayer, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::wire::EngineShape;
 use crate::secret::Key;
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 
 /// A handshake listener. Opaque.
 pub struct kvf_listener {
     _opaque: (),
 }
 
-struct Host {
+struct ListenerObject {
     listener: Mutex<net::Listener>,
     directory: Arc<Mutex<Directory>>,
 }
 
-impl Object for Host {
+impl Object for ListenerObject {
     type C = kvf_listener;
     const NOUN: &'static str = "listener";
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Config {
+pub(super) struct ListenerOptions {
     engine_id: EngineId,
     tp_size: u32,
     pp_size: u32,
@@ -48,13 +48,13 @@ pub(super) struct Config {
     key_file: Option<PathBuf>,
 }
 
-impl Config {
+impl ListenerOptions {
     pub(super) fn bind_port(&self) -> Result<u16> {
         net::bind_port(self.port, self.data_parallel_index)
     }
 }
 
-fn start(config: &Config) -> Result<Host> {
+fn start(config: &ListenerOptions) -> Result<ListenerObject> {
     let shape = EngineShape { tp: config.tp_size, pp: config.pp_size, dcp: config.dcp_size };
     let drawn = getrandom::u64()
         .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
@@ -64,12 +64,12 @@ fn start(config: &Config) -> Result<Host> {
     let key = Key::configured(config.key_file.as_deref())?;
     let address = net::choose(config.host.as_deref(), config.bind.as_deref(), config.advertise_local)?;
     let shared = Arc::clone(&directory);
-    let mut gate = Gate::new(key, &address);
+    let mut auth = AuthLayer::new(key, &address);
     let settings = ListenerConfig { address, port: config.bind_port()?, pushes: config.push };
     let listener = net::Listener::bind(&settings, move |request| {
-        gate.answer(request, |clear| shared.lock().unwrap_or_else(PoisonError::into_inner).answer(clear))
+        auth.answer(request, |clear| shared.lock().unwrap_or_else(PoisonError::into_inner).answer(clear))
     })?;
-    Ok(Host { listener: Mutex::new(listener), directory })
+    Ok(ListenerObject { listener: Mutex::new(listener), directory })
 }
 
 /// Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn kvf_listener_start(config: *const u8, config_len: usize
     boundary!(kvf_listener_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = parse_config(Part::Listener, config)?;
+        let config: ListenerOptions = parse_config(Component::Listener, config)?;
         log::start();
         out.write(handle::give(start(&config)?));
         Ok(())
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn kvf_listener_offer(
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (missing, metadata) =
             unsafe { (Out::new(missing, "missing")?, slice(metadata, metadata_len, "metadata")?) };
-        let host = handle::get::<Host>(listener)?;
+        let host = handle::get::<ListenerObject>(listener)?;
         let mut directory = host.directory.lock().unwrap_or_else(PoisonError::into_inner);
         directory.offer(metadata.to_vec())?;
         missing.write(directory.missing());
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn kvf_listener_address(
     boundary!(kvf_listener_address, {
         // SAFETY: the caller's promise for out-parameters.
         let (host, port) = unsafe { (Out::new(host, "host")?, Out::new(port, "port")?) };
-        let object = handle::get::<Host>(listener)?;
+        let object = handle::get::<ListenerObject>(listener)?;
         let listener = object.listener.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = listener.failure() {
             return Err(error);
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn kvf_listener_address(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_listener_free(listener: *mut kvf_listener) -> i32 {
     boundary!(kvf_listener_free, {
-        let host = handle::take::<Host>(listener)?;
+        let host = handle::take::<ListenerObject>(listener)?;
         host.listener.lock().unwrap_or_else(PoisonError::into_inner).shutdown();
         Ok(())
     })

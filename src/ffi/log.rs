@@ -21,40 +21,40 @@ pub type kvf_log_callback =
     Option<unsafe extern "C-unwind" fn(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void)>;
 
 #[derive(Clone, Copy)]
-struct Sink {
+struct LogCallback {
     // One that unwinds is noticed, see `call_back`.
     call: unsafe extern "C-unwind" fn(u32, *const c_char, *const c_char, *mut c_void),
     user: *mut c_void,
 }
 
 // SAFETY: the contract of `kvf_log_set` is that the callback may be called with `user` from any thread.
-unsafe impl Send for Sink {}
+unsafe impl Send for LogCallback {}
 // SAFETY: as above, also from several threads at once.
-unsafe impl Sync for Sink {}
+unsafe impl Sync for LogCallback {}
 
 /// Where this process's lines go.
-struct Lines {
+struct LogOutput {
     /// Readers hold the lock while they call, so that a writer knows that no call is running when it has the lock.
-    sink: RwLock<Option<Sink>>,
+    sink: RwLock<Option<LogCallback>>,
     started: Once,
 }
 
 /// A process that was forked off goes on with the callback of the other one, unless that was just being replaced.
-static LINES: PerProcess<Lines> = PerProcess::new(|earlier: Option<&Lines>| {
+static LINES: PerProcess<LogOutput> = PerProcess::new(|earlier: Option<&LogOutput>| {
     let sink = earlier.and_then(|earlier| match earlier.sink.try_read() {
         Ok(sink) => *sink,
         Err(TryLockError::Poisoned(sink)) => *sink.into_inner(),
         Err(TryLockError::WouldBlock) => None,
     });
-    Lines { sink: RwLock::new(sink), started: Once::new() }
+    LogOutput { sink: RwLock::new(sink), started: Once::new() }
 });
 
-/// Whether the logger was set, or is just being set, here or in the process from which this one was forked.
+/// True if the logger was set, or is just being set, here or in the process from which this one was forked.
 static LOGGER_SET: AtomicBool = AtomicBool::new(false);
 
-struct Host;
+struct HostLogger;
 
-impl Log for Host {
+impl Log for HostLogger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         metadata.level() <= log::max_level()
     }
@@ -73,7 +73,7 @@ impl Log for Host {
     fn flush(&self) {}
 }
 
-fn call(sink: Sink, record: &Record<'_>) {
+fn call(sink: LogCallback, record: &Record<'_>) {
     let target = c_text(record.target());
     let message = c_text(&record.args().to_string());
     // SAFETY: the callback was given for calls from any thread until it is unset, which waits for the lock that the
@@ -104,7 +104,7 @@ fn c_text(text: &str) -> CString {
 pub(super) fn start() {
     LINES.get().started.call_once(|| {
         // Setting one waits for another thread that does, which a fork may have left in the other process.
-        if LOGGER_SET.swap(true, Ordering::Relaxed) || log::set_logger(&Host).is_err() {
+        if LOGGER_SET.swap(true, Ordering::Relaxed) || log::set_logger(&HostLogger).is_err() {
             return;
         }
         let level = environment_level();
@@ -129,10 +129,10 @@ fn environment_level() -> Option<LevelFilter> {
     }
 }
 
-/// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
-/// callback set before: when this returns, that one is not running and is not called any more. Without a callback,
-/// lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug, trace;
-/// default warn) go to standard error.
+/// Sets a callback for log lines up to `max_level` (1 error to 5 trace, 0 none). `user` is passed to each call.
+/// Replaces a callback set before: when this returns, that one is not running and is not called any more. Without a
+/// callback, lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug,
+/// trace; default warn) go to standard error.
 ///
 /// # Safety
 /// `callback` must be safe to call from any thread, also from several at once, until it is replaced or unset.
@@ -148,14 +148,14 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
                 .ok_or_else(|| Error::invalid(format!("max_level is {max_level}, expected 0 (none) to 5 (trace)")))?,
         };
         start();
-        *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = Some(Sink { call, user });
+        *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = Some(LogCallback { call, user });
         log::set_max_level(level);
         Ok(())
     })
 }
 
-/// Removes the callback: when this returns, it is not running and is not called any more. Lines go to standard error as
-/// KVFERRY_LOG says, as before kvf_log_set.
+/// Removes the callback. When this returns, it is not running and is not called any more. Lines go to standard error
+/// as KVFERRY_LOG says, as before kvf_log_set.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_log_unset() -> i32 {
     boundary!(kvf_log_unset, {

@@ -6,7 +6,7 @@ use super::decode;
 use crate::error::Result;
 use crate::planner::Deployment;
 
-/// Works out, without engines and without memory, who reads what from whom when one request is handed over.
+/// Works out which rank reads what from which rank for one request. Needs neither engines nor memory.
 ///
 /// `deployment` is a msgpack map. Keys: model (map with groups: a list of maps with kind, as in
 /// kvf_worker_set_geometry, layers (list of layer numbers) and parts (list of maps with name, heads, positions (1) and

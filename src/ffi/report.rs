@@ -15,7 +15,7 @@ pub(super) fn batch(bytes: &[u8]) -> Result<ReportBatch> {
     }
 }
 
-/// The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
+/// Decodes a report to a msgpack map. It has rank, granted, finished_sending, finished_recving, failed_recving,
 /// records and stats. Block ids are binary, little-endian words of 32 bits.
 ///
 /// granted: prefills with a transfer_id, by this engine's request ids, whose lease this rank has: their blocks are written, so
@@ -50,8 +50,8 @@ pub unsafe extern "C" fn kvf_report_encode(body: *const u8, body_len: usize, out
     })
 }
 
-/// Combines two encoded reports, or batches that this function made, into one batch for kvf_scheduler_report
-/// or kvf_aggregator_add. Associative and commutative.
+/// Combines two encoded reports or batches into one batch. It is for kvf_scheduler_report or kvf_aggregator_add.
+/// Associative and commutative.
 ///
 /// # Safety
 /// As the header's top says.

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::proto::ids::RankId;
 use crate::proto::scheduler::FinishOutcome;
 use crate::proto::wire::{Blocks, TransferParams};
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 
 /// One engine's scheduler side. Opaque.
 pub struct kvf_scheduler {
@@ -65,15 +65,15 @@ pub unsafe extern "C" fn kvf_scheduler_start(
     boundary!(kvf_scheduler_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: SchedulerConfig = parse_config(Part::Scheduler, config)?;
+        let config: SchedulerConfig = parse_config(Component::Scheduler, config)?;
         log::start();
         out.write(handle::give(Scheduler::start(config)?));
         Ok(())
     })
 }
 
-/// Takes the metadata of the engine's ranks without serving it: what an engine that only receives needs before its
-/// first load when it has several ranks.
+/// Takes the metadata of the engine's ranks without serving it. An engine of several ranks that only receives needs
+/// it before its first load.
 ///
 /// # Safety
 /// As the header's top says.
@@ -90,10 +90,10 @@ pub unsafe extern "C" fn kvf_scheduler_set_engine(
     })
 }
 
-/// Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
-/// of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
-/// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend). The engine has another
-/// incarnation from then on.
+/// Takes the metadata of all ranks in place of what was given before. Their workers are new and hold the same parts of the
+/// cache, as after a sleep in which its memory was freed. The next step tells the new workers of requests that wait to be
+/// loaded; the old ones have reported what they had begun as over (kvf_worker_suspend). The engine has another incarnation
+/// from then on.
 ///
 /// # Safety
 /// As the header's top says.
@@ -171,7 +171,7 @@ unsafe fn request<'a>(
 /// below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
 ///
 /// Several requests may load one prefill, each with the same params, as the samples of one prompt (n > 1) do. The lease is
-/// given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
+/// released with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
 /// params in every call: the lease is then kept for 5 s more.
 ///
 /// With multi_turn, a producer's request whose params name a decode engine's blocks (do_remote_decode with remote_block_ids) is
@@ -235,9 +235,10 @@ unsafe fn blocks(ids: *const u32, offsets: *const u64, lists: usize) -> Result<V
     unsafe { Offsets::new(offsets, lists)?.cut(ids, "ids") }
 }
 
-/// Consumer: blocks are allocated, and the last `external_tokens` of the prompt's `prompt_tokens` tokens are to be loaded
-/// into them; 0 gives the lease back. A second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
-/// after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
+/// Consumer: queues the load of the prompt's last `external_tokens` tokens into allocated blocks. 0 releases the
+/// lease. `prompt_tokens` are all of the prompt's. A second call for the same request does nothing. The ids of all
+/// `lists` lists, one per KV-cache group, lie one list after the other in `ids`; list `i` is the entries from
+/// `list_offsets[i]` to before `list_offsets[i + 1]`.
 ///
 /// # Safety
 /// As the header's top says.
@@ -263,8 +264,8 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
     })
 }
 
-/// Producer: `*followed` becomes 1 if a consumer wants to know how far the prefill is that it awaits as `name` (its transfer_id),
-/// so that kvf_scheduler_progressed is worth calling.
+/// Producer: tells if a consumer follows the prefill's progress, so that kvf_scheduler_progressed is worth calling.
+/// `*followed` becomes 1 then; the consumer awaits the prefill as `name` (its transfer_id).
 ///
 /// # Safety
 /// As the header's top says.
@@ -284,10 +285,11 @@ pub unsafe extern "C" fn kvf_scheduler_is_followed(
     })
 }
 
-/// Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its transfer_id), are written by all ranks, into
-/// these blocks, which are passed as in kvf_scheduler_allocated; those of groups with windows, chunks or states are not looked
-/// at. Consumers read them from now on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0:
-/// the blocks given before are given away, as when the request is preempted; to be said before others are given.
+/// Producer: announces that the first `tokens` tokens of a prefill under way are written. Consumers await it as
+/// `name` (its transfer_id). All ranks have written the tokens into these blocks, which are passed as in
+/// kvf_scheduler_allocated; those of groups with windows, chunks or states are ignored. Consumers read them from now
+/// on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0: the blocks given
+/// before are given away, as when the request is preempted; to be said before others are given.
 ///
 /// To be called until kvf_scheduler_finished, and after it, while the blocks are kept, if what was written last is known only
 /// then. Optional: without it, consumers read when the prefill is over. Of several requests with one name the first counts.
@@ -372,7 +374,7 @@ pub unsafe extern "C" fn kvf_scheduler_finished(
     })
 }
 
-/// What is new for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
+/// Gives the new work for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
 ///
 /// # Safety
 /// As the header's top says.
@@ -384,7 +386,7 @@ pub unsafe extern "C" fn kvf_scheduler_step(scheduler: *mut kvf_scheduler, out: 
     })
 }
 
-/// Whether the next step has work (`*pending` 1), so that an idle engine should make one.
+/// Tells if the next step has work (`*pending` 1). An idle engine should make one then.
 ///
 /// # Safety
 /// As the header's top says.
@@ -431,10 +433,10 @@ pub unsafe extern "C" fn kvf_scheduler_report(
     })
 }
 
-/// For hosts that count by themselves over all ranks: every rank is done with the request on `side` (a kvf_side). It is over
-/// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error. Its
-/// id must not be used again before the reports have come, which would count for the new request. A host that goes by the
-/// outcomes of kvf_scheduler_report does not need this.
+/// Ends a request on `side` (a kvf_side) for hosts that count over all ranks. Every rank is done with it. It is over
+/// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error.
+/// Its id must not be used again before the reports have come, which would count for the new request. A host that
+/// goes by the outcomes of kvf_scheduler_report does not need this.
 ///
 /// # Safety
 /// As the header's top says.
@@ -454,9 +456,10 @@ pub unsafe extern "C" fn kvf_scheduler_over(
     })
 }
 
-/// Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
-/// what they hold is no longer valid, as after an update of the weights. Their blocks may be used again when reports say
-/// that their sending is over. `*count` becomes how many have been let go of, now or earlier, whose blocks are not free yet.
+/// Evicts the `most` oldest conversations that are kept for their next turns (multi_turn). The host needs their
+/// blocks, or their contents are no longer valid, as after an update of the weights. Their blocks may be used again
+/// when reports say that their sending is over. `*count` becomes how many evicted ones, now or earlier, have blocks
+/// that are not free yet.
 ///
 /// # Safety
 /// As the header's top says.

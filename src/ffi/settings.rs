@@ -5,7 +5,7 @@ use super::buffer::{fill, kvf_buffer};
 use super::decode;
 use crate::settings;
 
-/// What an operator's map is called in errors.
+/// The name of an operator's map in errors.
 const PLACE: &str = "kv_connector_extra_config";
 
 /// Describes every key of every configuration, with the value that it has in this process.
@@ -18,7 +18,8 @@ const PLACE: &str = "kv_connector_extra_config";
 /// aggregator: whose configuration the key is in), giver ("operator"; "program": set by the program that holds the engine;
 /// "environment": set by the variable alone), type (in words), unit, default (nil where there is none, then otherwise
 /// says in words what holds, or "required"), otherwise, value, source ("given", "environment" or "default"), variable
-/// (the environment variable, or nil) and help. unknown_variables: list of maps with name and nearest (or nil), the
+/// (the environment variable, or nil), former (the key's earlier name, if the value was given under it, or nil), is_retired
+/// (the key has no effect) and help. unknown_variables: list of maps with name and nearest (or nil), the
 /// environment variables called KVFERRY_* that nothing reads.
 ///
 /// # Safety

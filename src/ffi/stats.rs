@@ -6,7 +6,7 @@ use super::boundary::slice;
 use super::buffer::{fill, kvf_buffer};
 use super::decode;
 use crate::error::Result;
-use crate::proto::stats::{Kind, METRICS, Row, Scope, Stats, prometheus};
+use crate::proto::stats::{METRICS, MetricKind, MetricScope, Row, Stats, prometheus};
 use crate::proto::wire::Cause;
 
 /// Adds two maps of a worker's figures, such as the stats of a report. An empty map is the identity; the order does not
@@ -38,15 +38,15 @@ fn merge(left: &[u8], right: &[u8]) -> Result<Vec<u8>> {
 }
 
 #[derive(Serialize)]
-struct Table {
-    metrics: Vec<Entry>,
+struct MetricTable {
+    metrics: Vec<MetricEntry>,
 }
 
 #[derive(Serialize)]
-struct Entry {
-    scope: Scope,
+struct MetricEntry {
+    scope: MetricScope,
     key: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     name: &'static str,
     unit: &'static str,
     help: &'static str,
@@ -55,7 +55,7 @@ struct Entry {
     divisor: u64,
 }
 
-/// What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
+/// Describes every figure, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
 /// totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter",
 /// "gauge" or "histogram"), name (in Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
 /// empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
@@ -69,8 +69,8 @@ pub unsafe extern "C" fn kvf_stats_metrics(out: *mut kvf_buffer) -> i32 {
         let entry = |metric: &crate::proto::stats::Metric| {
             let (bounds, divisor) =
                 metric.kind.bounds().map_or((Vec::new(), 1), |(bounds, divisor)| (bounds.to_vec(), divisor));
-            let by_cause = metric.kind == Kind::CounterByCause;
-            Entry {
+            let by_cause = metric.kind == MetricKind::CounterByCause;
+            MetricEntry {
                 scope: metric.scope,
                 key: metric.key,
                 kind: metric.kind,
@@ -83,7 +83,9 @@ pub unsafe extern "C" fn kvf_stats_metrics(out: *mut kvf_buffer) -> i32 {
             }
         };
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || decode::encode("the metrics", &Table { metrics: METRICS.iter().map(entry).collect() })) }
+        unsafe {
+            fill(out, || decode::encode("the metrics", &MetricTable { metrics: METRICS.iter().map(entry).collect() }))
+        }
     })
 }
 

@@ -5,7 +5,7 @@ use std::ffi::c_char;
 use super::boundary::{Out, slice_mut, with_last_error};
 use crate::error::ErrorKind;
 
-/// What a call returns: KVF_OK, or what kind of thing went wrong. A number is never changed or used again for another
+/// The status of a call: KVF_OK or the kind of error. A number is never changed or used again for another
 /// kind; later releases may add some.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,8 +114,8 @@ const KINDS: [ErrorKind; 22] = [
     ErrorKind::DigestMismatch,
 ];
 
-/// The name of a status in lower case without the prefix, such as "not_found"; "ok" for KVF_OK and "unknown" for a
-/// number that this release does not have. The string lives as long as the process.
+/// Gives the name of a status in lower case without the prefix, such as "not_found". It is "ok" for KVF_OK and
+/// "unknown" for a number that this release does not have. The string lives as long as the process.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_status_name(status: i32) -> *const c_char {
     if status == kvf_code::KVF_OK as i32 {
@@ -125,10 +125,10 @@ pub extern "C" fn kvf_status_name(status: i32) -> *const c_char {
     known.map_or(c"unknown", |(_, name)| name).as_ptr()
 }
 
-/// Copies the text of the calling thread's last failed call to `out`: at most `cap - 1` bytes and a NUL, cut between
+/// Copies the text of the calling thread's last failed call to `out`. At most `cap - 1` bytes and a NUL, cut between
 /// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room;
-/// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
-/// it as it is.
+/// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this
+/// function itself leaves it as it is.
 ///
 /// # Safety
 /// `out` must be valid for writes of `cap` bytes, and `len` NULL or valid for a write.

@@ -10,16 +10,16 @@ use crate::sync::{AtomicUsize, RwLock};
 pub(super) const FIRST: usize = STEP;
 const STEP: usize = 0x10;
 
-/// What is alive, by number. Usable from any thread.
-pub(super) struct Table<T> {
+/// Things that are alive, by number. Usable from any thread.
+pub(super) struct NumberTable<T> {
     live: RwLock<Option<HashMap<usize, T>>>,
     next: AtomicUsize,
 }
 
-impl<T> Table<T> {
+impl<T> NumberTable<T> {
     /// From an empty map and the first number.
     pub(super) const fn from(live: RwLock<Option<HashMap<usize, T>>>, next: AtomicUsize) -> Self {
-        Table { live, next }
+        NumberTable { live, next }
     }
 
     /// The number of the next thing. Takes no lock.
@@ -34,7 +34,7 @@ impl<T> Table<T> {
         number
     }
 
-    /// What `look` makes of the thing with this number.
+    /// Returns the result of `look` at the thing with this number.
     pub(super) fn look<R>(&self, number: usize, look: impl FnOnce(Option<&T>) -> R) -> R {
         let live = self.live.read().unwrap_or_else(PoisonError::into_inner);
         look(live.as_ref().and_then(|live| live.get(&number)))

@@ -11,7 +11,7 @@ use super::{decode, log};
 use crate::agent::{AgentConfig, Probe};
 use crate::error::Result;
 use crate::mem::ucx_error;
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 use crate::ucx::{Candidate, Fate, Library, LibraryInfo};
 
 #[derive(Serialize)]
@@ -28,10 +28,10 @@ impl From<&LibraryInfo> for UcxInfo {
     }
 }
 
-/// Opens the UCX that agents of this process use, and tells which it is: a msgpack map of path, version and source
-/// (how it was found). `ucx_lib` is the path of a libucp, or NULL with length 0 to have one found. A process has one
-/// UCX: another path than the one in use is KVF_INVALID_ARGUMENT. Without a usable one it is KVF_UCX_MISSING, and the
-/// text says where it was looked for and how to get one.
+/// Opens the UCX that agents of this process use, and tells which it is. `*out` is a msgpack map of path, version and
+/// source (how it was found). `ucx_lib` is the path of a libucp, or NULL with length 0 to have one found. A process
+/// has one UCX: another path than the one in use is KVF_INVALID_ARGUMENT. Without a usable one it is KVF_UCX_MISSING,
+/// and the text says where it was searched for and how to get one.
 ///
 /// # Safety
 /// As the header's top says.
@@ -50,9 +50,9 @@ fn ucx_info(path: Option<&Path>) -> Result<Vec<u8>> {
     decode::encode("ucx info", &UcxInfo::from(Library::open(path).map_err(ucx_error)?.info()))
 }
 
-/// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies that only the host's own module path leads
-/// to: `path` is that of its libucp.so.0, which the searches from now on try after those of the same package that they find
-/// by themselves. The last path for either package counts. Opens nothing.
+/// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies. `path` is that of its libucp.so.0,
+/// where only the host's own module path leads to it. The searches from now on try it after those of the same package
+/// that they find by themselves. The last path for either package counts. Opens nothing.
 ///
 /// # Safety
 /// As the header's top says.
@@ -96,11 +96,11 @@ struct Candidates {
     candidates: Vec<CandidateMap>,
 }
 
-/// Every libucp that the search for a UCX comes by, in its order: a msgpack map with candidates, a list of maps with path,
-/// source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search had ended), version (str or
-/// nil) and why (str or nil: the reason of a refusal). Opens the chosen one as kvf_ucx_info does; that none is usable is
-/// no error here. `ucx_lib` as there. Where this process has opened a UCX already, the answer is that of the search which
-/// found it.
+/// Lists every libucp that the search for a UCX comes by, in its order. `*out` is a msgpack map with candidates, a
+/// list of maps with path, source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search
+/// had ended), version (str or nil) and why (str or nil: the reason of a refusal). Opens the chosen one as
+/// kvf_ucx_info does; that none is usable is no error here. `ucx_lib` as there. Where this process has opened a UCX
+/// already, the answer is that of the search which found it.
 ///
 /// # Safety
 /// As the header's top says.
@@ -172,7 +172,7 @@ impl From<Probe> for ProbeMap {
     }
 }
 
-/// What an agent of `config` (as in kvf_agent_start) would have to work with: a msgpack map with ucx (as of kvf_ucx_info),
+/// Tells what an agent of `config` (as in kvf_agent_start) would use: a msgpack map with ucx (as of kvf_ucx_info),
 /// resources (list of maps with transport and device, both in UCX's words), devices (list of maps with name, addresses (list
 /// of str), is_used, repeats (whether other hosts may have the same addresses) and why: the network devices), moves_cuda (bool), unknown_variables (list of
 /// maps with name and similar: variables UCX_* of the environment that this UCX does not know, and names that differ by a
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn kvf_ucx_outlook(config: *const u8, config_len: usize, o
         // SAFETY: the caller's promise for out-parameters and arrays.
         unsafe {
             let config = slice(config, config_len, "config")?;
-            let config: AgentConfig = parse_config(Part::Agent, config)?;
+            let config: AgentConfig = parse_config(Component::Agent, config)?;
             log::start();
             fill(out, || decode::encode("an outlook", &ProbeMap::from(Probe::of(&config)?)))
         }

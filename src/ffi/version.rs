@@ -18,7 +18,7 @@ pub extern "C" fn kvf_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
-/// The protocol version of this library, the newest that it speaks to other engines ("Versions" in docs/protocol.md).
+/// Gives the newest protocol version that this library speaks ("Versions" in docs/protocol.md).
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_protocol_version() -> u32 {
     wire::VERSION.into()
@@ -30,7 +30,7 @@ pub extern "C" fn kvf_protocol_oldest() -> u32 {
     wire::OLDEST.into()
 }
 
-/// The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
+/// Gives the number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_abi_version() -> u32 {
     ABI

@@ -12,7 +12,7 @@ use crate::connector::{Worker, WorkerConfig};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
-use crate::settings::{Part, parse_config};
+use crate::settings::{Component, parse_config};
 use crate::sys::Outbox;
 
 /// One rank's worker. Opaque.
@@ -38,15 +38,15 @@ pub unsafe extern "C" fn kvf_worker_start(config: *const u8, config_len: usize, 
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
         log::start();
-        let config: WorkerConfig = parse_config(Part::Worker, config)?;
+        let config: WorkerConfig = parse_config(Component::Worker, config)?;
         out.write(handle::give(Worker::start(config)?));
         Ok(())
     })
 }
 
-/// Registers `len` bytes at `addr` as a KV-cache region; `*index` is what the geometry calls it. `kind` is a
-/// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All regions
-/// come before kvf_worker_set_geometry.
+/// Registers `len` bytes at `addr` as a KV-cache region. `*index` is its index in the geometry. `kind` is a
+/// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All
+/// regions come before kvf_worker_set_geometry.
 ///
 /// The memory must stay allocated until kvf_worker_shutdown or kvf_worker_free has returned KVF_OK.
 ///
@@ -111,8 +111,8 @@ pub unsafe extern "C" fn kvf_worker_metadata(worker: *mut kvf_worker, out: *mut 
     })
 }
 
-/// Hands the metadata to a listener that takes pushes, waiting up to `timeout_ms` milliseconds for it. `expected` is the
-/// engine's number of ranks; `*missing` becomes how many the listener still lacks.
+/// Hands the metadata to a listener that takes pushes. Waits up to `timeout_ms` milliseconds for it. `expected` is
+/// the engine's number of ranks; `*missing` becomes how many the listener still lacks.
 ///
 /// # Safety
 /// As the header's top says.
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const
 pub struct kvf_outbox {
     /// 1 while a report waits here. Set it to 0 when you have read the report, and the next one will be left here.
     pub full: u8,
-    /// Not 0 when there is a report elsewhere: one that was too long for this memory, or came while it was full. Then
+    /// Not 0 when there is a report elsewhere. It was too long for this memory, or came while it was full. Then
     /// kvf_worker_poll gives everything, with what waits here.
     pub more: u8,
     /// Not used.
@@ -168,9 +168,9 @@ pub struct kvf_outbox {
 
 const _: () = assert!(size_of::<kvf_outbox>() == Outbox::HEAD && align_of::<kvf_outbox>() == Outbox::ALIGN);
 
-/// Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
-/// no call. Costs least of the ways to poll. While a thread reads there no other may, nor call kvf_worker_poll or
-/// kvf_worker_wait, which take what waits there. A capacity of no more than the struct has reports only told of, in `more`.
+/// Sets an outbox: reports go to `outbox`, `capacity` bytes with the struct itself. Polling then reads the caller's own
+/// memory and needs no call, which costs least. While a thread reads there no other may, nor call kvf_worker_poll or
+/// kvf_worker_wait, which take the report there. With a capacity of no more than the struct, `more` only tells of reports.
 ///
 /// The memory is emptied, and must stay allocated until another call of this function has succeeded or kvf_worker_free has
 /// returned. NULL, with a capacity of 0, ends it. What was not read in an earlier outbox waits for the next poll.
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn kvf_worker_set_outbox(
     })
 }
 
-/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+/// Gives the events since the last poll, as an encoded report. An empty buffer without any. Never waits.
 ///
 /// # Safety
 /// As the header's top says.
@@ -247,9 +247,9 @@ pub unsafe extern "C" fn kvf_worker_stats(worker: *mut kvf_worker, out: *mut kvf
     })
 }
 
-/// Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
-/// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns what the
-/// first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
+/// Ends every request with a report, releases leases and frees UCX. Waits at most `timeout_ms` milliseconds. After
+/// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns
+/// what the first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
 ///
 /// # Safety
 /// As the header's top says.
@@ -260,8 +260,9 @@ pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms
     })
 }
 
-/// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-/// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever.
+/// As kvf_worker_shutdown, for an engine that starts a new worker later. It tells the new one by kvf_scheduler_renew;
+/// prefills that wait to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the
+/// memory must stay as it is for ever.
 ///
 /// # Safety
 /// As the header's top says.

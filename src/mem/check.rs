@@ -4,9 +4,9 @@ use super::{MemoryRange, cuda, host};
 use crate::error::Result;
 use crate::proto::wire::MemoryKind;
 
-/// Checks that `range` is what it says it is: mapped host memory that no CUDA device owns, or an allocation of the
-/// stated CUDA device that holds the whole range. Returns whether it is host memory whose missing pages the kernel
-/// alone fills.
+/// Checks that `range` is the kind of memory that it says. That is mapped host memory that no CUDA device owns, or an
+/// allocation of the stated CUDA device that holds the whole range. Returns whether it is host memory whose missing
+/// pages the kernel alone fills.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for memory of another kind or device,

@@ -3,7 +3,7 @@
 use crate::error::{Error, ErrorKind};
 use crate::ucx::{Status, UcxError};
 
-/// The library's error for UCX's: the kind by UCX's status, the text as UCX's wrapper wrote it.
+/// Converts a UCX error. The kind follows UCX's status, the text is that of UCX's wrapper.
 pub fn ucx_error(error: UcxError) -> Error {
     let kind = match error.status {
         Status::NO_LIBRARY => ErrorKind::UcxMissing,

@@ -19,7 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 const HOW_TO_GET: &str = "install the NVIDIA driver, or make libcuda.so.1 visible to this process (in a container: the \
                           NVIDIA container runtime), or register host memory instead";
 
-/// What the driver says about an address.
+/// The kind of memory at an address, as the driver says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pointer {
     /// The driver does not know it: ordinary process memory, or not memory at all.
@@ -39,7 +39,7 @@ pub enum Pointer {
     },
 }
 
-/// Whether work on a device sees what RDMA devices have written to its memory when they are done.
+/// Visibility of RDMA writes: does work on a device see them when they are done?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RdmaWrites {
     /// It does.
@@ -78,7 +78,7 @@ pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     Err(Error::new(ErrorKind::Cuda, format!("{call}: {text} (CUDA error {})", result as u32)))
 }
 
-/// Whether the driver would not do what it was asked, which says nothing of what the device has under way: another thread records a
+/// True if the driver would not do what it was asked, which says nothing of what the device has under way: another thread records a
 /// CUDA graph, or the process may not ask this.
 pub(super) fn is_refusal(result: sys::CUresult) -> bool {
     use sys::CUresult as R;
@@ -98,9 +98,9 @@ pub(super) fn is_refusal(result: sys::CUresult) -> bool {
     )
 }
 
-/// Lets this thread call the driver while another thread of the process records a CUDA graph, which would else fail, and the call
-/// too: the mode of a capture is one for all threads unless they say that they have nothing to do with it. Does nothing where
-/// there is no driver, or none in use yet.
+/// Lets this thread call the driver while another thread records a CUDA graph. Else both would fail: the mode of a
+/// capture is one for all threads unless they say that they have nothing to do with it. Does nothing where there is
+/// no driver, or none in use yet.
 pub fn stay_out_of_captures() {
     // SAFETY: as in `driver`.
     if !unsafe { sys::is_culib_present() } {
@@ -138,7 +138,7 @@ fn driver() -> Result<()> {
         .clone()
 }
 
-/// How many CUDA devices this process sees; an error that says why where there is no driver.
+/// The number of CUDA devices of this process. An error says why where there is no driver.
 pub fn device_count() -> Result<u32> {
     driver()?;
     let mut count: c_int = 0;
@@ -147,7 +147,7 @@ pub fn device_count() -> Result<u32> {
     Ok(u32::try_from(count).unwrap_or(0))
 }
 
-/// Whether a driver and at least one device are there.
+/// True if a driver and at least one device are there.
 pub fn available() -> bool {
     device_count().is_ok_and(|count| count > 0)
 }
@@ -164,7 +164,7 @@ fn attribute<T: Copy + Default>(addr: u64, which: Attribute) -> Result<Option<T>
     }
 }
 
-/// What the driver knows about `addr`. Without a driver every address is [`Pointer::Unknown`].
+/// Asks the driver about `addr`. Without a driver every address is [`Pointer::Unknown`].
 pub fn pointer(addr: u64) -> Result<Pointer> {
     if !available() {
         return Ok(Pointer::Unknown);
@@ -191,7 +191,7 @@ pub fn pointer(addr: u64) -> Result<Pointer> {
     Ok(Pointer::Device { device, base, len: len as u64 })
 }
 
-/// Refuses a range that was called host memory and is not, by either of its ends.
+/// Refuses a range that was called host memory and is not, by either end.
 pub fn check_not_device(range: &MemoryRange) -> Result<()> {
     for addr in [range.addr(), range.end().saturating_sub(1)] {
         match pointer(addr)? {
@@ -208,8 +208,8 @@ pub fn check_not_device(range: &MemoryRange) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a range that is not memory of CUDA device `device` from end to end: of one allocation, or of several that are mapped
-/// one behind the other.
+/// Refuses a range that is not memory of CUDA device `device` from end to end. It may be of one allocation, or of
+/// several that are mapped one behind the other.
 pub fn check_device(range: &MemoryRange, device: u32) -> Result<()> {
     let count = device_count().map_err(|e| e.context(format!("{range} cannot be registered")))?;
     if device >= count {
@@ -288,7 +288,7 @@ fn managed(range: &MemoryRange) -> Error {
 }
 
 impl PrimaryContext {
-    /// Retains the primary context of device `ordinal`, creating it if this process has not used the device yet.
+    /// Retains the primary context of device `ordinal`. Creates it if this process has not used the device yet.
     pub fn retain(ordinal: u32) -> Result<Self> {
         driver()?;
         let mut device: sys::CUdevice = 0;
@@ -320,7 +320,7 @@ impl PrimaryContext {
         self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
-    /// Whether work on the device sees what RDMA devices have written to its memory. Those that GPUDirect RDMA does not reach,
+    /// Tells if work on the device sees RDMA writes to its memory. Those that GPUDirect RDMA does not reach,
     /// or whose driver does not know the question, count as in order.
     pub fn rdma_writes(&self) -> RdmaWrites {
         use sys::CUdevice_attribute as Of;
@@ -330,11 +330,11 @@ impl PrimaryContext {
         if reached && order < owner { RdmaWrites::NeedFlush } else { RdmaWrites::InOrder }
     }
 
-    /// Waits until work on the device sees what RDMA devices have written to its memory: some microseconds. For devices of
-    /// which [`PrimaryContext::rdma_writes`] says that they need it: their drivers have the function.
+    /// Waits until the device sees the finished writes of RDMA devices. Takes some microseconds. For devices of which
+    /// [`PrimaryContext::rdma_writes`] says that they need it: their drivers have the function.
     ///
     /// # Errors
-    /// What the driver says, and [`ErrorKind::Unsupported`] where it cannot flush from the host.
+    /// The driver's errors, and [`ErrorKind::Unsupported`] where it cannot flush from the host.
     pub fn flush_rdma_writes(&self) -> Result<()> {
         use sys::CUflushGPUDirectRDMAWritesScope_enum as Scope;
         use sys::CUflushGPUDirectRDMAWritesTarget_enum as Target;
@@ -351,8 +351,8 @@ impl PrimaryContext {
         })
     }
 
-    /// Makes the context the calling thread's current one and leaves it so, for a thread that has nothing to do with CUDA graphs
-    /// that others record meanwhile.
+    /// Makes the context the calling thread's current one and leaves it so. For a thread that has nothing to do with
+    /// CUDA graphs that others record meanwhile.
     pub fn make_current(&self) -> Result<()> {
         stay_out_of_captures();
         // SAFETY: the context is retained for as long as `self` lives. A thread that keeps it current after that gets

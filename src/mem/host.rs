@@ -5,8 +5,8 @@ use super::mapping::Mapping;
 use super::pages::{are_filled_by_kernel, may_have_server};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Checks that every page of `range` is mapped into this process and accessible, without touching its contents.
-/// Returns whether the kernel alone fills missing pages, so that a process that copies them waits for no other program.
+/// Checks that every page of `range` is mapped and accessible, without touching it. Returns whether the kernel alone
+/// fills missing pages, so that a process that copies them waits for no other program.
 ///
 /// A registration of unmapped memory would fault inside UCX or in a peer's transfer much later, so it is refused here.
 /// Memory that was freed but is still mapped (a heap block that the allocator kept) cannot be told from live memory.

@@ -9,7 +9,7 @@ pub(crate) struct Mapping {
     pub(crate) is_writable: bool,
     /// Inode 0 is memory without a file.
     pub(crate) has_inode: bool,
-    /// Of its file, as far as it goes without a blank; in any encoding there, so with what is no text replaced.
+    /// The name of its file up to the first blank. Bytes that are no text are replaced.
     pub(crate) name: String,
 }
 

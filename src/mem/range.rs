@@ -17,7 +17,7 @@ impl MemoryRange {
     /// States that `len` bytes at `addr` are memory of `kind`. Checked here: not null, not empty, no overflow.
     ///
     /// # Safety
-    /// Whoever registers the range with an agent lets remote processes and the agent's own thread read and write it.
+    /// Registering the range with an agent lets remote processes and the agent's own thread read and write it.
     /// Until the deregistration has returned successfully (or, where the agent is shut down instead, until the
     /// shutdown has), the caller must keep the whole range mapped, and must not rely on Rust's aliasing rules for its
     /// contents: no `&mut` to it may be in use while a transfer could write it, no `&` while one could.
@@ -90,7 +90,7 @@ impl MemoryRange {
         MemoryRange { addr: addr as u64, len, kind: MemoryKind::Host }
     }
 
-    /// What is in a leaked range that nobody writes meanwhile.
+    /// Reads a leaked range that nobody writes meanwhile.
     #[cfg(test)]
     pub(crate) fn leaked_bytes(&self) -> Vec<u8> {
         let start = std::ptr::with_exposed_provenance(self.addr as usize);
@@ -104,7 +104,7 @@ impl MemoryRange {
         MemoryRange { kind, ..self }
     }
 
-    /// Whether the two ranges share a byte.
+    /// True if the two ranges share a byte.
     pub fn overlaps(&self, other: &MemoryRange) -> bool {
         self.addr < other.end() && other.addr < self.end()
     }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::proto::wire::MemoryKind;
 use crate::ucx;
 
-/// Checks `range` (see [`check`]) and registers it with UCX, which looks at the memory itself: a registration in which
+/// Checks `range` (see [`check`]) and registers it with UCX. UCX inspects the memory itself: a registration in which
 /// UCX sees another kind of memory than was stated is refused. Returns also what the check does.
 ///
 /// # Errors
@@ -23,7 +23,7 @@ pub fn map(context: &Arc<ucx::Context>, range: &MemoryRange) -> Result<(Arc<ucx:
     let addr = usize::try_from(range.addr()).map_err(too_large)?;
     let len = usize::try_from(range.len()).map_err(too_large)?;
     // SAFETY: whoever made the range promised (`MemoryRange::new`) that it stays mapped and may be read and written
-    // until its deregistration has returned, and the agent lets go of the registration before that.
+    // until its deregistration has returned, and the agent releases the registration before that.
     let memory = unsafe { context.map(addr, len, kind) };
     let memory = memory.map_err(|e| ucx_error(e).context(format!("registering {range}")))?;
     Ok((memory, is_filled_by_kernel))

@@ -11,7 +11,7 @@ pub struct Address {
     pub bind: IpAddr,
     /// The address that is put into `kv_transfer_params`.
     pub advertise: IpAddr,
-    /// What the operator should know about the choice, for the log.
+    /// A hint for the operator about the choice, for the log.
     pub note: Option<String>,
 }
 
@@ -22,7 +22,7 @@ pub struct LocalAddress {
     pub interface: String,
     /// The address.
     pub ip: IpAddr,
-    /// Whether the kernel would leave by it towards other networks.
+    /// True if the kernel would leave by it towards other networks.
     pub default_route: bool,
 }
 
@@ -105,7 +105,7 @@ pub fn choose(host: Option<&str>, bind: Option<&str>, advertise_local: bool) -> 
     choose_among(host, bind, advertise_local, local_addresses)
 }
 
-/// Whether a socket of this host may have that address.
+/// True if a socket of this host may have that address.
 fn is_own(ip: IpAddr) -> bool {
     UdpSocket::bind((ip, 0)).is_ok()
 }
@@ -221,7 +221,7 @@ fn rank(a: &LocalAddress, local: &[LocalAddress]) -> Option<u32> {
     is_reachable(a.ip).then(|| u32::from(repeats) * 4 + u32::from(a.ip.is_ipv6()) * 2 + u32::from(!a.default_route))
 }
 
-/// Whether other hosts could reach an interface by this address.
+/// True if other hosts could reach an interface by this address.
 pub fn is_reachable(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(ip) => !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast()),

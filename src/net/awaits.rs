@@ -1,88 +1,95 @@
-//! The prefills that a client awaits, by listener: which question is to be asked when, and what its answer tells.
+//! The prefills that a client awaits, by listener: when to ask which question, and what its answer tells.
 //!
-//! All that is awaited of a listener is in one question, which stays open until one of the prefills is over, or as far as was
-//! asked for. When there is more to await it is asked anew; the listener then answers the older one. It is asked anew from time
-//! to time in any case, so that a listener that has forgotten it, or is gone, is noticed.
+//! One question names all prefills awaited at a listener. It stays open until one of them is over or far enough. When there is
+//! more to await, the client asks again; the listener then answers the older question. It asks again from time to time in any
+//! case, so that a listener that has forgotten the question, or is gone, is noticed.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::host_port;
-use crate::proto::handshake::PrefillNews;
+use crate::proto::handshake::PrefillProgress;
 use crate::proto::ids::{EngineId, RequestId};
 use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES};
 use crate::proto::wire::{Cause, HandshakeReply, RefusalCode};
 
-/// When an open question is asked anew: well before a connection without answers is taken for dead.
+/// The time after which an open question is repeated: well before a silent connection is taken for dead.
 const AGAIN: Duration = Duration::from_secs(2);
 /// How long after an answer about prefills under way the next question waits: a listener that has such an answer to every
 /// question must not keep its client busy.
 const PAUSE: Duration = Duration::from_millis(1);
-/// When a question is asked anew that was answered with nothing although no newer one was asked.
+/// The time after which a question is repeated that was answered with nothing although no newer one was asked.
 const SOON: Duration = Duration::from_millis(200);
 /// Unanswered questions at a time: the newest, and the one that it replaces.
 const MAX_OPEN: usize = 2;
 /// The names in one question take about so much. The oldest go first.
 const MAX_NAME_BYTES: usize = MAX_QUERY_BYTES / 2;
 
-/// What became of an awaited prefill.
+/// The result of awaiting a prefill.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Awaited {
     /// The number that it was awaited under.
     pub number: u64,
     /// How far the prefill is; or why there is none.
-    pub result: Result<PrefillNews, (Cause, String)>,
+    pub result: Result<PrefillProgress, (Cause, String)>,
 }
 
-/// What is to be awaited.
+/// A prefill to await.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AwaitedPrefill {
     /// The prefill's `transfer_id`.
     pub request: RequestId,
-    /// From how many written tokens on it is to be told; 0: when it is over.
+    /// Written tokens from which to answer; 0: when it is over.
     pub from_tokens: u64,
 }
 
 /// An engine's listener.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct ListenerKey {
     pub(super) host: String,
     pub(super) port: u16,
     pub(super) engine: EngineId,
 }
 
 #[derive(Debug)]
-struct Wait {
+struct PrefillWait {
     names: BTreeMap<u64, AwaitedPrefill>,
     /// The ids of unanswered questions.
     open: Vec<u64>,
     ask_at: Instant,
     not_before: Instant,
     /// How long an answer may take that is due.
-    patience: Duration,
+    answer_timeout: Duration,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Awaits {
-    waits: BTreeMap<Place, Wait>,
+pub(super) struct PrefillWaits {
+    waits: BTreeMap<ListenerKey, PrefillWait>,
     /// By question.
-    places: HashMap<u64, Place>,
+    places: HashMap<u64, ListenerKey>,
     over: VecDeque<Awaited>,
 }
 
-impl Awaits {
+impl PrefillWaits {
     /// Awaits a prefill from now on, until it has been told of once.
-    pub(super) fn add(&mut self, now: Instant, number: u64, place: Place, awaited: AwaitedPrefill, patience: Duration) {
-        let wait = self.waits.entry(place).or_insert_with(|| Wait {
+    pub(super) fn add(
+        &mut self,
+        now: Instant,
+        number: u64,
+        place: ListenerKey,
+        awaited: AwaitedPrefill,
+        answer_timeout: Duration,
+    ) {
+        let wait = self.waits.entry(place).or_insert_with(|| PrefillWait {
             names: BTreeMap::new(),
             open: Vec::new(),
             ask_at: now,
             not_before: now,
-            patience,
+            answer_timeout,
         });
         wait.names.insert(number, awaited);
-        (wait.ask_at, wait.patience) = (now, patience);
+        (wait.ask_at, wait.answer_timeout) = (now, answer_timeout);
     }
 
     /// No longer awaits it.
@@ -93,7 +100,7 @@ impl Awaits {
     }
 
     /// A question that is to be asked now under this `id`, of whom, and until when it must be answered.
-    pub(super) fn ask(&mut self, now: Instant, id: u64) -> Option<(Place, Vec<AwaitedPrefill>, Instant)> {
+    pub(super) fn ask(&mut self, now: Instant, id: u64) -> Option<(ListenerKey, Vec<AwaitedPrefill>, Instant)> {
         self.waits.retain(|_, wait| !wait.is_over(now));
         let (place, wait) = self.waits.iter_mut().find(|(_, wait)| wait.due().is_some_and(|at| at <= now))?;
         let mut room = MAX_NAME_BYTES;
@@ -114,7 +121,7 @@ impl Awaits {
         wait.open.push(id);
         wait.ask_at = now + AGAIN;
         self.places.insert(id, place.clone());
-        Some((place.clone(), names, now + wait.patience))
+        Some((place.clone(), names, now + wait.answer_timeout))
     }
 
     /// Takes the answer to a question; gives it back if it is to none of these.
@@ -134,18 +141,18 @@ impl Awaits {
             {
                 let before = wait.names.len();
                 let tells = !(ready.is_empty() && gone.is_empty() && partial.is_empty());
-                let over = ready.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: true });
-                let partial = partial.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: false });
-                for news in over.chain(partial) {
-                    let name = news.prefill.request.clone();
-                    let tokens = (!news.over).then_some(news.prefill.tokens);
-                    wait.tell(&name, tokens, &mut self.over, || Ok(news.clone()));
-                    if !news.over {
+                let over = ready.into_iter().map(|prefill| PrefillProgress { incarnation, prefill, over: true });
+                let partial = partial.into_iter().map(|prefill| PrefillProgress { incarnation, prefill, over: false });
+                for progress in over.chain(partial) {
+                    let name = progress.prefill.request.clone();
+                    let tokens = (!progress.over).then_some(progress.prefill.tokens);
+                    wait.resolve(&name, tokens, &mut self.over, || Ok(progress.clone()));
+                    if !progress.over {
                         wait.not_before = now + PAUSE;
                     }
                 }
                 for name in gone {
-                    wait.tell(&name, None, &mut self.over, || {
+                    wait.resolve(&name, None, &mut self.over, || {
                         let text = format!(
                             "engine {engine} keeps nothing for {name}: its prefill ended in another way, or its lease is over"
                         );
@@ -190,7 +197,7 @@ impl Awaits {
         if !self.over.is_empty() {
             return Some(now);
         }
-        self.waits.values().filter_map(Wait::due).min()
+        self.waits.values().filter_map(PrefillWait::due).min()
     }
 }
 
@@ -202,8 +209,8 @@ pub fn unanswered(error: &Error) -> Cause {
     }
 }
 
-impl Wait {
-    /// Whether nothing of it has to be remembered.
+impl PrefillWait {
+    /// True if nothing of it has to be remembered.
     fn is_over(&self, now: Instant) -> bool {
         self.names.is_empty() && self.open.is_empty() && self.not_before <= now
     }
@@ -212,13 +219,13 @@ impl Wait {
         (!self.names.is_empty() && self.open.len() < MAX_OPEN).then_some(self.ask_at.max(self.not_before))
     }
 
-    /// Tells all who await this prefill to be as far as `tokens`; or over.
-    fn tell(
+    /// Resolves all waits for this prefill, which has `tokens` tokens written, or is over.
+    fn resolve(
         &mut self,
         name: &RequestId,
         tokens: Option<u64>,
         over: &mut VecDeque<Awaited>,
-        result: impl Fn() -> Result<PrefillNews, (Cause, String)>,
+        result: impl Fn() -> Result<PrefillProgress, (Cause, String)>,
     ) {
         self.names.retain(|&number, AwaitedPrefill { request, from_tokens }| {
             let told = request == name && tokens.is_none_or(|tokens| (1..=tokens).contains(from_tokens));
@@ -248,8 +255,8 @@ mod tests {
         AwaitedPrefill { request: name(request), from_tokens: 0 }
     }
 
-    fn place(engine: &str) -> Place {
-        Place { host: "h".into(), port: 1, engine: EngineId::new(engine).unwrap() }
+    fn place(engine: &str) -> ListenerKey {
+        ListenerKey { host: "h".into(), port: 1, engine: EngineId::new(engine).unwrap() }
     }
 
     fn prefill(request: &str) -> Prefill {
@@ -268,7 +275,7 @@ mod tests {
     }
 
     /// The names in the question that is asked now, if there is one to ask.
-    fn ask(awaits: &mut Awaits, now: Instant, id: u64) -> Option<Vec<String>> {
+    fn ask(awaits: &mut PrefillWaits, now: Instant, id: u64) -> Option<Vec<String>> {
         let (_, names, deadline) = awaits.ask(now, id)?;
         assert_eq!(deadline, now + PATIENCE);
         Some(names.iter().map(|awaited| awaited.request.to_string()).collect())
@@ -277,17 +284,17 @@ mod tests {
     fn good(number: u64, request: &str) -> Option<Awaited> {
         Some(Awaited {
             number,
-            result: Ok(PrefillNews { incarnation: Incarnation(5), prefill: prefill(request), over: true }),
+            result: Ok(PrefillProgress { incarnation: Incarnation(5), prefill: prefill(request), over: true }),
         })
     }
 
-    fn is_idle(awaits: &Awaits, now: Instant) -> bool {
+    fn is_idle(awaits: &PrefillWaits, now: Instant) -> bool {
         awaits.waits.is_empty() && awaits.places.is_empty() && awaits.due(now).is_none()
     }
 
     #[test]
     fn all_that_is_awaited_is_in_one_question() {
-        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let (mut awaits, now) = (PrefillWaits::default(), Instant::now());
         awaits.add(now, 1, place("p"), over("a"), PATIENCE);
         assert_eq!(ask(&mut awaits, now, 10).unwrap(), ["a"]);
         assert_eq!(ask(&mut awaits, now, 11), None);
@@ -321,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_prefill_is_told_of_to_those_for_whom_it_is_far_enough() {
-        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let (mut awaits, now) = (PrefillWaits::default(), Instant::now());
         let from = |from_tokens| AwaitedPrefill { request: name("a"), from_tokens };
         for (number, from_tokens) in [(1, 0), (2, 30), (3, 20)] {
             awaits.add(now, number, place("p"), from(from_tokens), PATIENCE);
@@ -338,8 +345,8 @@ mod tests {
             partial: vec![partial.clone()],
         };
         assert!(awaits.answered(now, 10, Ok(told)).is_none());
-        let news = PrefillNews { incarnation: Incarnation(5), prefill: partial, over: false };
-        assert_eq!(awaits.poll(), Some(Awaited { number: 3, result: Ok(news) }));
+        let progress = PrefillProgress { incarnation: Incarnation(5), prefill: partial, over: false };
+        assert_eq!(awaits.poll(), Some(Awaited { number: 3, result: Ok(progress) }));
         assert_eq!(awaits.poll(), None);
         assert_eq!((awaits.ask(now, 11), awaits.due(now)), (None, Some(now + PAUSE)));
         let now = now + PAUSE;
@@ -351,7 +358,7 @@ mod tests {
 
     #[test]
     fn news_of_what_is_not_awaited_any_more_delay_no_others() {
-        let mut awaits = Awaits::default();
+        let mut awaits = PrefillWaits::default();
         let now = Instant::now();
         awaits.add(now, 1, place("p"), AwaitedPrefill { request: name("a"), from_tokens: 20 }, PATIENCE);
         awaits.add(now, 2, place("p"), over("b"), PATIENCE);
@@ -372,7 +379,7 @@ mod tests {
 
     #[test]
     fn a_question_is_asked_anew_from_time_to_time() {
-        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let (mut awaits, now) = (PrefillWaits::default(), Instant::now());
         awaits.add(now, 1, place("p"), over("a"), PATIENCE);
         ask(&mut awaits, now, 10).unwrap();
         assert_eq!(awaits.due(now), Some(now + AGAIN));
@@ -387,7 +394,7 @@ mod tests {
 
     #[test]
     fn who_gets_no_answer_fails_by_engine() {
-        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let (mut awaits, now) = (PrefillWaits::default(), Instant::now());
         awaits.add(now, 1, place("p"), over("a"), PATIENCE);
         awaits.add(now, 2, place("q"), over("a"), PATIENCE);
         let mut asked = [10, 11].map(|id| (awaits.ask(now, id).unwrap().0.engine.to_string(), id));
@@ -418,7 +425,7 @@ mod tests {
 
     #[test]
     fn a_question_has_a_bounded_length() {
-        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let (mut awaits, now) = (PrefillWaits::default(), Instant::now());
         for number in 0..1000 {
             awaits.add(now, number, place("p"), over(&format!("{number:0>512}")), PATIENCE);
         }
@@ -426,7 +433,7 @@ mod tests {
         assert_eq!(asked.len(), MAX_NAME_BYTES / 512);
         assert!(asked.len() * 512 < MAX_QUERY_BYTES, "the rest of the question has room too");
         assert!(asked.iter().all(|name| name.parse::<u64>().unwrap() < asked.len() as u64), "the oldest first");
-        let mut awaits = Awaits::default();
+        let mut awaits = PrefillWaits::default();
         for number in 0..2000 {
             awaits.add(now, number, place("p"), over(&number.to_string()), PATIENCE);
         }

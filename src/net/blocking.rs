@@ -8,9 +8,10 @@ use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::{HandshakeReply, HandshakeRequest};
 use crate::secret::Key;
 
-/// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), sealed with
-/// `key` if there is one, and waits up to `timeout`, also for a listener that is not complete yet. An address that refuses
-/// connections, or a name that does not resolve, is not waited for. A refusal is a reply.
+/// Asks the listener at `host`:`port` for ranks' metadata, and waits up to `timeout`. All ranks if `ranks` is empty;
+/// of any engine if `engine` is None; sealed with `key` if there is one. Waits also for a listener that is not
+/// complete yet. An address that refuses connections, or a name that does not resolve, is not waited for. A refusal
+/// is a reply.
 ///
 /// # Errors
 /// [`ErrorKind::Unreachable`] or [`ErrorKind::Timeout`] without an answer in time, [`ErrorKind::Corrupt`] or
@@ -28,8 +29,8 @@ pub fn query(
     ask(key, host, port, HandshakeRequest::Query { id: 1, engine, ranks }, timeout, grace)
 }
 
-/// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
-/// sealed with `key` if there is one, and waits up to `timeout`, also for a listener that is not up yet. Returns how many
+/// Hands one rank's encoded `RankMetadata` to its own engine's listener. That is complete with `expected` ranks.
+/// Sealed with `key` if there is one; waits up to `timeout`, also for a listener that is not up yet. Returns how many
 /// ranks are still missing.
 ///
 /// # Errors

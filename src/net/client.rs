@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::awaits::{Awaited, AwaitedPrefill, Awaits, Place};
-use crate::net::request::{Phase, Request};
-use crate::net::requests::{Answer, Requests};
+use crate::net::awaits::{Awaited, AwaitedPrefill, ListenerKey, PrefillWaits};
+use crate::net::request::{ClientRequest, RequestPhase};
+use crate::net::requests::{HandshakeAnswer, Requests};
 use crate::net::resolver::Resolver;
+use crate::net::route::{ListenerRoute, PROBE_AFTER, PROBE_SILENT_AFTER, RouteStep};
 use crate::net::sealed::MAX_SEALED_REPLY;
-use crate::net::way::{PROBE_AFTER, PROBE_SILENT_AFTER, Step, Way};
 use crate::net::{endpoint, host_port, unbracketed};
 use crate::proto::ids::EngineId;
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
@@ -25,19 +25,19 @@ const OWN: u64 = 1 << 63;
 pub(super) const PIPELINE: usize = 3;
 
 /// The longest that an answer is waited for before it is asked for again.
-const LONGEST_PATIENCE: Duration = Duration::from_secs(60);
+const MAX_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waiting times and bounds of a [`Client`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientLimits {
-    /// First pause before asking again a listener that is not ready; it doubles up to `retry_max`.
+    /// First pause before asking a listener again that is not ready. It doubles up to `retry_max`.
     pub retry_min: Duration,
     /// Longest such pause.
     pub retry_max: Duration,
-    /// How long addresses that refuse connections, and names that do not resolve, are tried again before that is the
-    /// answer. A listener that begins anew is back sooner.
+    /// How long addresses that refuse connections, and unresolved names, are tried again. Then that is the answer. A
+    /// listener that restarts is back sooner.
     pub grace: Duration,
-    /// A connection on which a request stays unanswered for so long is replaced by a new one (doubling for that request).
+    /// The time after which a connection with an unanswered request is replaced. It doubles for that request.
     pub resend: Duration,
     /// A connection without requests is closed after so long.
     pub idle: Duration,
@@ -60,9 +60,9 @@ impl Default for ClientLimits {
     }
 }
 
-/// Asks listeners without blocking: [`Client::ask`], then [`Client::turn`] whenever a socket of [`Client::poll_items`]
-/// is ready or [`Client::next_deadline`] has come, then [`Client::poll_answer`]. Every ask gets exactly one answer, at its
-/// deadline at the latest. One socket per listener, shared by all requests to it.
+/// Asks listeners without blocking. Call [`Client::ask`], then [`Client::turn`] whenever a socket of
+/// [`Client::poll_items`] is ready or [`Client::next_deadline`] has come, then [`Client::poll_answer`]. Every ask
+/// gets exactly one answer, at its deadline at the latest. One socket per listener, shared by all requests to it.
 ///
 /// With a key it sends nothing in clear, and takes nothing from an answer in clear but that it is a refusal.
 pub struct Client {
@@ -72,7 +72,7 @@ pub struct Client {
     resolver: Resolver,
     context: Option<zmq::Context>,
     requests: Requests,
-    awaits: Awaits,
+    awaits: PrefillWaits,
     /// Questions that were asked for `awaits`.
     asked: u64,
 }
@@ -80,15 +80,15 @@ pub struct Client {
 struct Connection {
     /// Once there is an address to connect to.
     socket: Option<zmq::Socket>,
-    way: Way,
-    /// Whether anything has come by this socket.
+    route: ListenerRoute,
+    /// True if anything has come by this socket.
     heard: bool,
     idle_since: Option<Instant>,
 }
 
 impl Connection {
     fn new(now: Instant, key: &(String, u16)) -> Connection {
-        Connection { socket: None, way: Way::new(now, key.clone()), heard: false, idle_since: None }
+        Connection { socket: None, route: ListenerRoute::new(now, key.clone()), heard: false, idle_since: None }
     }
 }
 
@@ -102,7 +102,7 @@ impl Client {
             connections: HashMap::new(),
             resolver: Resolver::default(),
             context: None,
-            awaits: Awaits::default(),
+            awaits: PrefillWaits::default(),
             asked: 0,
         }
     }
@@ -119,16 +119,16 @@ impl Client {
         let key = (unbracketed(host).to_owned(), port);
         let ready = request.to_bytes().and_then(|clear| {
             self.connection(now, &key)?;
-            let mut request = Request {
+            let mut request = ClientRequest {
                 key,
                 clear,
                 bytes: Vec::new(),
                 exchange: None,
                 asked: now,
                 deadline,
-                phase: Phase::Unsent,
+                phase: RequestPhase::Unsent,
                 sends: 0,
-                patience: self.limits.resend,
+                answer_timeout: self.limits.resend,
                 rest: self.limits.retry_min,
                 refusal: None,
             };
@@ -141,8 +141,8 @@ impl Client {
         }
     }
 
-    /// Asks the listener at `host`:`port` over a new connection from now on, for which a name is resolved again. Questions
-    /// without an answer are asked again.
+    /// Replaces the connection to the listener at `host`:`port`, and resolves the name again. Questions without an
+    /// answer are asked again.
     pub fn reconnect(&mut self, now: Instant, host: &str, port: u16) {
         let key = (unbracketed(host).to_owned(), port);
         if self.connections.contains_key(&key) {
@@ -151,8 +151,9 @@ impl Client {
         }
     }
 
-    /// Awaits a prefill of `engine`, whose listener is at `host`:`port`: [`Client::poll_prefill`] tells once when it is over or
-    /// far enough, or that it can't be awaited, as when the listener gives no sign for `patience`. `number` comes back with it.
+    /// Awaits a prefill of `engine`, whose listener is at `host`:`port`. [`Client::poll_prefill`] tells once when it
+    /// is over or far enough, or that it can't be awaited, as when the listener gives no sign for `answer_timeout`.
+    /// `number` comes back with it.
     #[allow(clippy::too_many_arguments)]
     pub fn await_prefill(
         &mut self,
@@ -162,10 +163,10 @@ impl Client {
         port: u16,
         engine: EngineId,
         prefill: AwaitedPrefill,
-        patience: Duration,
+        answer_timeout: Duration,
     ) {
-        let place = Place { host: unbracketed(host).to_owned(), port, engine };
-        self.awaits.add(now, number, place, prefill, patience);
+        let place = ListenerKey { host: unbracketed(host).to_owned(), port, engine };
+        self.awaits.add(now, number, place, prefill, answer_timeout);
         self.ask_awaits(now);
     }
 
@@ -174,14 +175,16 @@ impl Client {
         self.awaits.forget(number);
     }
 
-    /// The next prefill that was awaited and is over or far enough, or cannot be awaited.
+    /// The next awaited prefill that is over or far enough, or cannot be awaited.
     pub fn poll_prefill(&mut self) -> Option<Awaited> {
         self.awaits.poll()
     }
 
     /// Asks for prefills what is to be asked.
     fn ask_awaits(&mut self, now: Instant) {
-        while let Some((Place { host, port, engine }, prefills, deadline)) = self.awaits.ask(now, OWN | self.asked) {
+        while let Some((ListenerKey { host, port, engine }, prefills, deadline)) =
+            self.awaits.ask(now, OWN | self.asked)
+        {
             let id = OWN | self.asked;
             self.asked = self.asked.wrapping_add(1) & !OWN;
             let (requests, mut from_tokens): (Vec<_>, Vec<_>) =
@@ -196,7 +199,7 @@ impl Client {
 
     /// Takes the answers to what was asked for prefills, and asks on.
     fn turn_awaits(&mut self, now: Instant) {
-        for Answer { id, result } in self.requests.take_answers() {
+        for HandshakeAnswer { id, result } in self.requests.take_answers() {
             if let Some(result) = self.awaits.answered(now, id, result) {
                 self.requests.answer(id, result);
             }
@@ -216,22 +219,22 @@ impl Client {
             self.turn_connections(now);
         }
         self.expire(now);
-        self.turn_ways(now);
+        self.turn_routes(now);
         self.turn_connections(now);
         // Whether a request could be sent is known now.
-        self.turn_ways(now);
+        self.turn_routes(now);
         self.turn_awaits(now);
     }
 
     /// The next answer.
-    pub fn poll_answer(&mut self) -> Option<Answer> {
+    pub fn poll_answer(&mut self) -> Option<HandshakeAnswer> {
         self.requests.poll_answer()
     }
 
     /// Adds the sockets to wait on, in the form that [`zmq::poll`] takes.
     pub fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
         for (key, c) in &self.connections {
-            c.way.poll_items(items);
+            c.route.poll_items(items);
             let Some(socket) = &c.socket else { continue };
             let unsent = self.requests.has_unsent(key) && self.requests.outstanding(key) < PIPELINE;
             items.push(socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
@@ -239,8 +242,8 @@ impl Client {
         items.extend(self.resolver.fd().map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN)));
     }
 
-    /// How long a request that waits may do so before it is looked for what is in the way, if one does.
-    fn patience(&self, key: &(String, u16), heard: bool) -> Option<Duration> {
+    /// How long a request may wait before its addresses are probed.
+    fn probe_after(&self, key: &(String, u16), heard: bool) -> Option<Duration> {
         // One that there is room for has not been sent because there is no connection, whatever was sent by an earlier one.
         if self.requests.has_unsent(key) && self.requests.outstanding(key) < PIPELINE {
             return Some(PROBE_AFTER);
@@ -255,7 +258,7 @@ impl Client {
         }
         let connections = self.connections.iter().filter_map(|(key, c)| {
             let idle = c.idle_since.map(|since| since + self.limits.idle);
-            [self.requests.renew_at(key), idle, c.way.due()].into_iter().flatten().min()
+            [self.requests.renew_at(key), idle, c.route.due()].into_iter().flatten().min()
         });
         self.requests.deadlines().chain(connections).chain(self.awaits.due(Instant::now())).min()
     }
@@ -268,7 +271,7 @@ impl Client {
     fn connection(&mut self, now: Instant, key: &(String, u16)) -> Result<()> {
         if let Some(c) = self.connections.get_mut(key) {
             c.idle_since = None;
-            c.way.wake(now);
+            c.route.wake(now);
             return Ok(());
         }
         endpoint(&key.0, key.1)?;
@@ -289,30 +292,30 @@ impl Client {
         Ok(())
     }
 
-    /// Finds ways to listeners that there is no connection to.
-    fn turn_ways(&mut self, now: Instant) {
+    /// Finds routes to listeners that there is no connection to.
+    fn turn_routes(&mut self, now: Instant) {
         let connections = &self.connections;
         for resolved in self.resolver.take(|name| connections.contains_key(name)) {
             if let Some(c) = self.connections.get_mut(&resolved.name) {
-                c.way.resolved(resolved.result);
+                c.route.resolved(resolved.result);
             }
         }
         let keys: Vec<_> = self.connections.keys().cloned().collect();
         for key in keys {
             let Some(heard) = self.connections.get(&key).map(|c| c.heard) else { continue };
-            let (patience, grace) = (self.patience(&key, heard), self.limits.grace);
-            let step = self.connections.get_mut(&key).and_then(|c| c.way.turn(now, patience, grace));
+            let (probe_after, grace) = (self.probe_after(&key, heard), self.limits.grace);
+            let step = self.connections.get_mut(&key).and_then(|c| c.route.turn(now, probe_after, grace));
             let outcome = match step {
                 None => Ok(()),
-                Some(Step::Resolve) => self.resolver.ask(&key),
-                Some(Step::Open(address)) => self.open(address).map(|socket| {
+                Some(RouteStep::Resolve) => self.resolver.ask(&key),
+                Some(RouteStep::Open(address)) => self.open(address).map(|socket| {
                     if let Some(c) = self.connections.get_mut(&key) {
                         (c.socket, c.heard) = (Some(socket), false);
                     }
                     // What was sent by another address is not answered any more.
                     self.requests.ask_again(&key);
                 }),
-                Some(Step::Fail(e)) => Err(e),
+                Some(RouteStep::Fail(e)) => Err(e),
             };
             if let Err(e) = outcome {
                 self.connections.remove(&key);
@@ -344,7 +347,7 @@ impl Client {
 
     fn expire(&mut self, now: Instant) {
         let connections = &self.connections;
-        self.requests.expire(now, |key| connections.get(key).map(|c| &c.way));
+        self.requests.expire(now, |key| connections.get(key).map(|c| &c.route));
         for (key, c) in &mut self.connections {
             if !self.requests.has(key) {
                 c.idle_since.get_or_insert(now);
@@ -353,7 +356,7 @@ impl Client {
         let idle = self.limits.idle;
         self.connections.retain(|_, c| c.idle_since.is_none_or(|since| since + idle > now));
         for key in self.stuck(now).cloned().collect::<Vec<_>>() {
-            self.requests.wait_longer(now, &key, LONGEST_PATIENCE);
+            self.requests.wait_longer(now, &key, MAX_ANSWER_TIMEOUT);
             self.reconnect(now, &key.0, key.1);
         }
     }
@@ -384,7 +387,7 @@ impl Client {
                 }
                 match socket.send(r.bytes.as_slice(), zmq::DONTWAIT) {
                     Ok(()) => {
-                        r.phase = Phase::Sent(now);
+                        r.phase = RequestPhase::Sent(now);
                         r.sends += 1;
                         sent += 1;
                     }

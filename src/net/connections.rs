@@ -1,9 +1,9 @@
-//! How many connections a listener has, and how many it may have.
+//! The number of a listener's connections, and its limit.
 //!
 //! ZMQ has no limit of its own: it accepts until the process has no file descriptor left, and then spins. It tells each
 //! connection that comes and goes to a monitor, which is asked here. When there are too many, the listener closes its
-//! socket and makes it anew. Clients connect again by themselves and ask again; whoever held connections for nothing has
-//! to start over.
+//! socket and makes a new one. Clients connect again by themselves and ask again; a client that held connections for nothing
+//! has to start over.
 
 use rustix::process::{Resource, getrlimit};
 
@@ -11,7 +11,7 @@ use rustix::process::{Resource, getrlimit};
 const MOST: usize = 16_384;
 /// The fewest that are allowed, however scarce descriptors are.
 const FEWEST: usize = 64;
-/// What the replies that clients do not read may take all together.
+/// The most memory that unread replies may take all together.
 const UNREAD_BYTES: usize = 3 << 30;
 
 /// The connections of one listening socket.
@@ -20,7 +20,7 @@ pub(super) struct Connections {
     open: usize,
     /// By file descriptors.
     most: usize,
-    /// What replies that are not read may take, per connection.
+    /// The most memory that unread replies may take, per connection.
     unread: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to a [`Desk`].
+//! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to a [`RequestHandler`].
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,9 +10,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::net::client::PIPELINE;
 use crate::net::connections::Connections;
-use crate::net::shared::Shared;
+use crate::net::flags::ListenerFlags;
 use crate::net::{Address, host_port};
-use crate::proto::handshake::Asker;
+use crate::proto::handshake::ClientId;
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REQUEST_BYTES};
 use crate::sys::thread::spawn;
 
@@ -20,7 +20,7 @@ use crate::sys::thread::spawn;
 /// tell that there were too many.
 const MAX_FRAMES: usize = 4;
 
-/// Requests answered before the stop signal is looked at again.
+/// Requests answered before the stop signal is checked again.
 const BATCH: usize = 64;
 
 /// Requests queued per client; ZMQ reads no more of its connection until some are answered.
@@ -32,8 +32,8 @@ const REQUESTS: i32 = 8;
 const REPLIES: i32 = 6;
 const _: () = assert!(REPLIES as usize / 2 + 1 >= 4 && 4 >= PIPELINE);
 
-/// The longest request where none brings metadata. A query over its own limit gets a refusal, up to here; who sends more
-/// is cut off.
+/// The longest request where none brings metadata. A query over its own limit gets a refusal, up to here; a longer one ends
+/// its connection.
 const MAX_PLAIN_BYTES: usize = 4 * MAX_QUERY_BYTES;
 
 /// When a connection that says nothing is asked whether its host is still there, in seconds; how often again, and how
@@ -57,27 +57,27 @@ pub struct ListenerConfig {
     pub address: Address,
     /// The TCP port; 0 takes a free one.
     pub port: u16,
-    /// Whether requests bring metadata, and so may be long.
+    /// True if requests bring metadata, and so may be long.
     pub pushes: bool,
 }
 
-/// What answers a listener's requests, on its thread, some of them later.
-pub trait Desk: Send {
-    /// The reply to a request, whatever its bytes are; `None`: it comes later, by [`Desk::poll_reply`]. `asker` names the
+/// Answers a listener's requests, on its thread, some of them later.
+pub trait RequestHandler: Send {
+    /// The reply to a request, whatever its bytes are; `None`: it comes later, by [`RequestHandler::poll_reply`]. `client` names the
     /// client as long as it is connected. Must bound its own work; a panic in it costs that reply only.
-    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>>;
+    fn answer(&mut self, client: &[u8], request: &[u8]) -> Option<Vec<u8>>;
 
     /// The next reply that was not given at once, and for whom it is. Asked after each batch of requests and after
     /// [`Listener::wake`].
-    fn poll_reply(&mut self) -> Option<(Asker, Vec<u8>)> {
+    fn poll_reply(&mut self) -> Option<(ClientId, Vec<u8>)> {
         None
     }
 }
 
 /// A function from a request to its reply.
-struct AtOnce<F>(F);
+struct ImmediateHandler<F>(F);
 
-impl<F: FnMut(&[u8]) -> Vec<u8> + Send> Desk for AtOnce<F> {
+impl<F: FnMut(&[u8]) -> Vec<u8> + Send> RequestHandler for ImmediateHandler<F> {
     fn answer(&mut self, _: &[u8], request: &[u8]) -> Option<Vec<u8>> {
         Some((self.0)(request))
     }
@@ -88,26 +88,26 @@ impl<F: FnMut(&[u8]) -> Vec<u8> + Send> Desk for AtOnce<F> {
 pub struct Listener {
     host: String,
     port: u16,
-    shared: Arc<Shared>,
+    flags: Arc<ListenerFlags>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Listener {
-    /// As [`Listener::bind_desk`], for a function that answers every request at once.
+    /// As [`Listener::bind_handler`], for a function that answers every request at once.
     ///
     /// # Errors
-    /// Those of [`Listener::bind_desk`].
+    /// Those of [`Listener::bind_handler`].
     pub fn bind(config: &ListenerConfig, answer: impl FnMut(&[u8]) -> Vec<u8> + Send + 'static) -> Result<Listener> {
-        Listener::bind_desk(config, AtOnce(answer))
+        Listener::bind_handler(config, ImmediateHandler(answer))
     }
 
-    /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `desk` and sends back
-    /// what it returns.
+    /// Binds, and only then starts the thread `kvf-listener`. It passes every request's bytes to `handler` and sends
+    /// back what that returns.
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`] when the port is taken; [`ErrorKind::InvalidArgument`] when the address is not this
     /// host's or the port needs a privilege; [`ErrorKind::Io`] when ZMQ or the system refuses anything else.
-    pub fn bind_desk(config: &ListenerConfig, desk: impl Desk + 'static) -> Result<Listener> {
+    pub fn bind_handler(config: &ListenerConfig, handler: impl RequestHandler + 'static) -> Result<Listener> {
         let mut server = Server {
             context: zmq::Context::new(),
             config: config.clone(),
@@ -119,16 +119,16 @@ impl Listener {
         let port = server.open()?;
         // The same one if the socket is made anew.
         server.config.port = port;
-        let shared = Arc::new(Shared::new()?);
+        let flags = Arc::new(ListenerFlags::new()?);
         let host = config.address.advertise.to_string();
         if let Some(note) = &config.address.note {
             log::warn!("kvferry listener: {note}");
         }
         log::info!("kvferry listener: bound to {}, advertising {}", server.place(), host_port(&host, port));
-        let its = Arc::clone(&shared);
-        let thread = spawn("kvf-listener", move || thread_main(&its, server, desk))
+        let its = Arc::clone(&flags);
+        let thread = spawn("kvf-listener", move || thread_main(&its, server, handler))
             .map_err(|e| Error::new(ErrorKind::Io, format!("the listener's thread cannot be started: {e}")))?;
-        Ok(Listener { host, port, shared, thread: Some(thread) })
+        Ok(Listener { host, port, flags, thread: Some(thread) })
     }
 
     /// The address to tell others, without brackets.
@@ -141,29 +141,29 @@ impl Listener {
         self.port
     }
 
-    /// Whether the thread serves requests. When false without a [`Listener::shutdown`], [`Listener::failure`] says why.
+    /// True if the thread serves requests. When false without a [`Listener::shutdown`], [`Listener::failure`] says why.
     pub fn is_alive(&self) -> bool {
-        self.shared.is_alive()
+        self.flags.is_alive()
     }
 
     /// Why the thread gave up, if it did.
     pub fn failure(&self) -> Option<Error> {
-        self.shared.failure()
+        self.flags.failure()
     }
 
     /// Messages received so far, malformed ones included.
     pub fn requests(&self) -> u64 {
-        self.shared.requests()
+        self.flags.requests()
     }
 
-    /// Has the desk asked for replies that it can give now.
+    /// Wakes the thread to send deferred replies.
     pub fn wake(&self) {
-        self.shared.wake();
+        self.flags.wake();
     }
 
     /// Stops the thread, drops unsent replies, frees the port, and waits for all of that. Harmless when repeated.
     pub fn shutdown(&mut self) {
-        self.shared.stop();
+        self.flags.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -199,12 +199,12 @@ fn configure(router: &zmq::Socket, config: &ListenerConfig) -> zmq::Result<()> {
     router.set_tcp_keepalive_cnt(count)
 }
 
-/// Whether the kernel makes IPv6 sockets and takes their wildcard.
+/// True if the kernel makes IPv6 sockets and takes their wildcard.
 fn has_ipv6() -> bool {
     std::net::UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok()
 }
 
-/// What a listener binds, for people.
+/// The bound address, for people.
 fn place(config: &ListenerConfig) -> String {
     match config.address.bind {
         ip if !ip.is_unspecified() => host_port(&ip.to_string(), config.port),
@@ -251,8 +251,8 @@ fn bound_port(router: &zmq::Socket) -> Result<u16> {
         .ok_or_else(|| Error::new(ErrorKind::Io, format!("ZMQ names its endpoint {endpoint:?}, which has no port")))
 }
 
-fn thread_main(shared: &Shared, mut server: Server, mut desk: impl Desk) {
-    let ended = catch_unwind(AssertUnwindSafe(|| server.serve(shared, &mut desk)));
+fn thread_main(flags: &ListenerFlags, mut server: Server, mut handler: impl RequestHandler) {
+    let ended = catch_unwind(AssertUnwindSafe(|| server.serve(flags, &mut handler)));
     drop(server);
     let failure = match ended {
         Ok(Ok(())) => None,
@@ -261,12 +261,12 @@ fn thread_main(shared: &Shared, mut server: Server, mut desk: impl Desk) {
     };
     if let Some(e) = failure {
         log::error!("kvferry listener: stopped serving handshakes: {e}");
-        shared.fail(e);
+        flags.fail(e);
     }
-    shared.end();
+    flags.end();
 }
 
-/// What the thread owns.
+/// The state of the listener's thread.
 struct Server {
     context: zmq::Context,
     /// With the port that is bound.
@@ -279,7 +279,7 @@ struct Server {
 }
 
 impl Server {
-    /// What is bound, for people.
+    /// The bound address, for people.
     fn place(&self) -> String {
         place(&self.config)
     }
@@ -310,35 +310,35 @@ impl Server {
         Ok(port)
     }
 
-    /// Closes every connection and listens anew.
-    fn reopen(&mut self, shared: &Shared) -> Result<()> {
+    /// Closes every connection and opens a new socket.
+    fn reopen(&mut self, flags: &ListenerFlags) -> Result<()> {
         self.sockets = None;
         let begin = Instant::now();
         loop {
             match self.open() {
                 Ok(_) => return Ok(()),
                 // ZMQ closes sockets on a thread of its own.
-                Err(_) if shared.is_stopped() => return Ok(()),
+                Err(_) if flags.is_stopped() => return Ok(()),
                 Err(e) if begin.elapsed() >= REBIND_TIME => return Err(e),
                 Err(_) => std::thread::sleep(REBIND_STEP),
             }
         }
     }
 
-    fn serve(&mut self, shared: &Shared, desk: &mut impl Desk) -> Result<()> {
-        while !shared.is_stopped() {
+    fn serve(&mut self, flags: &ListenerFlags, handler: &mut impl RequestHandler) -> Result<()> {
+        while !flags.is_stopped() {
             let Some((router, connections)) = &mut self.sockets else { return Ok(()) };
             let mut items = [
                 router.as_poll_item(zmq::POLLIN),
-                zmq::PollItem::from_fd(shared.fd(), zmq::POLLIN),
+                zmq::PollItem::from_fd(flags.fd(), zmq::POLLIN),
                 connections.poll_item(),
             ];
             let outcome = match zmq::poll(&mut items, -1) {
                 Ok(_) => {
-                    // Before the desk is asked: what it knows later raises it again.
-                    shared.clear();
-                    serve_batch(shared, router, connections, desk, &mut self.errors)
-                        .map(|()| send_later(router, connections, desk))
+                    // Before the handler is asked: what it knows later raises it again.
+                    flags.clear();
+                    serve_batch(flags, router, connections, handler, &mut self.errors)
+                        .map(|()| send_later(router, connections, handler))
                         .and_then(|()| connections.update())
                 }
                 Err(zmq::Error::EINTR) => Ok(()),
@@ -347,7 +347,7 @@ impl Server {
             if let Err(e) = outcome {
                 self.errors += 1;
                 if let Some(left_out) = self.log.pass(Instant::now()) {
-                    log::warn!("kvferry listener: {e} ({left_out} such lines left out)");
+                    log::warn!("kvferry listener: {e} ({left_out} similar lines suppressed)");
                 }
                 if self.errors >= MAX_ERRORS {
                     return Err(Error::new(ErrorKind::Io, format!("{MAX_ERRORS} errors in a row, the last: {e}")));
@@ -358,10 +358,10 @@ impl Server {
                 if let Some(left_out) = self.log.pass(Instant::now()) {
                     log::warn!(
                         "kvferry listener: {open} connections are open and {most} may be; all are closed, clients \
-                         connect again by themselves ({left_out} such lines left out)"
+                         connect again by themselves ({left_out} similar lines suppressed)"
                     );
                 }
-                self.reopen(shared)?;
+                self.reopen(flags)?;
             }
         }
         Ok(())
@@ -369,10 +369,10 @@ impl Server {
 }
 
 fn serve_batch(
-    shared: &Shared,
+    flags: &ListenerFlags,
     router: &zmq::Socket,
     connections: &mut Connections,
-    desk: &mut impl Desk,
+    handler: &mut impl RequestHandler,
     errors: &mut u32,
 ) -> zmq::Result<()> {
     for _ in 0..BATCH {
@@ -383,7 +383,7 @@ fn serve_batch(
             Err(e) => return Err(e),
         };
         *errors = 0;
-        shared.count_request();
+        flags.count_request();
         // REQ sockets put an empty frame before the request, DEALER sockets need not. What has another form is handed
         // on as an empty request, so that its sender is told that it was malformed.
         let (identity, delimiter, request): (&[u8], bool, &[u8]) = match frames.as_slice() {
@@ -392,32 +392,32 @@ fn serve_batch(
             [identity, second, ..] => (identity, second.is_empty(), &[]),
             _ => continue,
         };
-        let asker = [&[delimiter.into()], identity].concat();
-        let Ok(reply) = catch_unwind(AssertUnwindSafe(|| desk.answer(&asker, request))) else {
+        let client = [&[delimiter.into()], identity].concat();
+        let Ok(reply) = catch_unwind(AssertUnwindSafe(|| handler.answer(&client, request))) else {
             log::error!("kvferry listener: answering a request of {} bytes panicked; it gets no reply", request.len());
             continue;
         };
         if let Some(reply) = reply {
-            send(router, connections, &asker, &reply);
+            send(router, connections, &client, &reply);
         }
     }
     Ok(())
 }
 
 /// Sends the replies that were not given at once.
-fn send_later(router: &zmq::Socket, connections: &mut Connections, desk: &mut impl Desk) {
+fn send_later(router: &zmq::Socket, connections: &mut Connections, handler: &mut impl RequestHandler) {
     loop {
-        match catch_unwind(AssertUnwindSafe(|| desk.poll_reply())) {
-            Ok(Some((asker, reply))) => send(router, connections, &asker, &reply),
+        match catch_unwind(AssertUnwindSafe(|| handler.poll_reply())) {
+            Ok(Some((client, reply))) => send(router, connections, &client, &reply),
             Ok(None) => return,
             Err(_) => log::error!("kvferry listener: making a later reply panicked; it is not sent"),
         }
     }
 }
 
-/// Sends a reply to an asker, whose name begins with whether it puts an empty frame before what it sends.
-fn send(router: &zmq::Socket, connections: &mut Connections, asker: &[u8], reply: &[u8]) {
-    let Some((delimiter, identity)) = asker.split_first() else { return };
+/// Sends a reply to a client, whose name begins with whether it puts an empty frame before what it sends.
+fn send(router: &zmq::Socket, connections: &mut Connections, client: &[u8], reply: &[u8]) {
+    let Some((delimiter, identity)) = client.split_first() else { return };
     connections.replied(reply.len(), REPLIES as usize);
     let mut out: Vec<&[u8]> = vec![identity];
     if *delimiter != 0 {

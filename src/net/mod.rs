@@ -8,22 +8,22 @@ mod awaits;
 mod blocking;
 mod client;
 mod connections;
+mod flags;
 mod listener;
 mod probe;
 mod request;
 mod requests;
 mod resolver;
+mod route;
 mod sealed;
-mod shared;
-mod way;
 
 pub use address::{Address, LocalAddress, choose, is_reachable, local_addresses, repeats_on_every_host};
 pub use awaits::{Awaited, AwaitedPrefill, unanswered};
 pub use blocking::{push, query};
 pub use client::{Client, ClientLimits};
-pub use listener::{Desk, Listener, ListenerConfig};
-pub use requests::Answer;
-pub use sealed::Gate;
+pub use listener::{Listener, ListenerConfig, RequestHandler};
+pub use requests::HandshakeAnswer;
+pub use sealed::AuthLayer;
 
 use std::net::{Ipv6Addr, SocketAddr, TcpStream};
 
@@ -86,7 +86,7 @@ fn unbracketed(host: &str) -> &str {
     host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Whether `host` is an IPv6 address, a link-local one with its interface (`fe80::1%eth0`) included.
+/// True if `host` is an IPv6 address, a link-local one with its interface (`fe80::1%eth0`) included.
 fn is_ipv6(host: &str) -> bool {
     let (address, zone) = host.split_once('%').unwrap_or((host, "x"));
     let zone_ok = !zone.is_empty() && zone.len() < 16 && zone.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');

@@ -1,5 +1,5 @@
-//! What listens at an address? ZMQ connects again and again without telling why it fails; a probe is a plain TCP
-//! connection that never blocks, greets as a ZMQ socket does, and looks at what comes back.
+//! Finds out what listens at an address. ZMQ connects again and again without telling why it fails; a probe is a plain TCP
+//! connection that never blocks, greets as a ZMQ socket does, and judges the answer.
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::net::connecting;
 
-/// What is read of an answer: a greeting and a ready command of ZMQ, or enough of something else to name it.
+/// The bytes read of an answer: a greeting and a ready command of ZMQ, or enough of something else to name it.
 const MOST_READ: usize = 512;
 /// Bytes of a foreign answer that are shown.
 const MOST_SHOWN: usize = 40;
@@ -18,10 +18,10 @@ const LINE_AFTER: Duration = Duration::from_millis(300);
 /// The greeting of ZMTP 3.0, up to its mechanism.
 const GREETING: &[u8; 16] = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL";
 const GREETING_BYTES: usize = 64;
-/// What a DEALER may be connected to.
+/// The sockets that a DEALER may be connected to.
 const FITTING: [&str; 3] = ["ROUTER", "DEALER", "REP"];
 
-/// What a probe has found so far.
+/// The finding of a probe so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Finding {
     /// No answer to the attempt to connect.
@@ -39,7 +39,7 @@ pub(super) enum Finding {
 }
 
 impl Finding {
-    /// Whether more may come.
+    /// True if more may come.
     pub(super) fn is_open(&self) -> bool {
         matches!(self, Finding::Nothing | Finding::Silent)
     }
@@ -148,7 +148,7 @@ fn refusal(error: &std::io::Error) -> String {
     }
 }
 
-/// What these first bytes of an answer tell; nothing yet if more are needed. `ended`: no more will come.
+/// Judges the first bytes of an answer; `None` if more are needed. `ended`: no more will come.
 fn judge(bytes: &[u8], ended: bool) -> Option<Finding> {
     let Some(first) = bytes.first() else { return ended.then_some(Finding::Closed) };
     if *first == 0xff {

@@ -4,41 +4,41 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::host_port;
+use crate::net::route::ListenerRoute;
 use crate::net::sealed::Exchange;
-use crate::net::way::Way;
 use crate::proto::wire::HandshakeReply;
 use crate::secret::Key;
 
-pub(super) enum Phase {
+pub(super) enum RequestPhase {
     Unsent,
     Sent(Instant),
     /// Refused as not ready; to be sent again then.
     Resting(Instant),
 }
 
-pub(super) struct Request {
+pub(super) struct ClientRequest {
     pub(super) key: (String, u16),
     /// The encoded request.
     pub(super) clear: Vec<u8>,
-    /// What is sent next; the request itself without a key.
+    /// The bytes to send next; the request itself without a key.
     pub(super) bytes: Vec<u8>,
     /// With a key: the exchange's number and how far it is.
     pub(super) exchange: Option<(u64, Exchange)>,
     pub(super) asked: Instant,
     pub(super) deadline: Instant,
-    pub(super) phase: Phase,
+    pub(super) phase: RequestPhase,
     pub(super) sends: u32,
     /// How long its answer may take before it is asked for again by a new connection.
-    pub(super) patience: Duration,
+    pub(super) answer_timeout: Duration,
     pub(super) rest: Duration,
     /// The last "not ready", given as the answer if the deadline comes first.
     pub(super) refusal: Option<HandshakeReply>,
 }
 
-impl Request {
+impl ClientRequest {
     /// Makes ready to be sent, for the first time or again. With a key that is a new exchange each time.
     pub(super) fn begin(&mut self, key: Option<&Key>) -> Result<()> {
-        self.phase = Phase::Unsent;
+        self.phase = RequestPhase::Unsent;
         let Some(key) = key else {
             self.bytes.clone_from(&self.clear);
             return Ok(());
@@ -51,11 +51,11 @@ impl Request {
     }
 }
 
-pub(super) fn no_answer(r: &Request, way: Option<&Way>, now: Instant) -> Error {
+pub(super) fn no_answer(r: &ClientRequest, route: Option<&ListenerRoute>, now: Instant) -> Error {
     if r.sends == 0
-        && let Some(way) = way
+        && let Some(route) = route
     {
-        return Error::new(ErrorKind::Unreachable, way.describe(now));
+        return Error::new(ErrorKind::Unreachable, route.describe(now));
     }
     let at = host_port(&r.key.0, r.key.1);
     let waited = now.saturating_duration_since(r.asked).as_millis();

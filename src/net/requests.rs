@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::host_port;
-use crate::net::request::{Phase, Request, no_answer};
-use crate::net::sealed::{self, Kind};
-use crate::net::way::Way;
+use crate::net::request::{ClientRequest, RequestPhase, no_answer};
+use crate::net::route::ListenerRoute;
+use crate::net::sealed::{self, SealedKind};
 use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
 use crate::secret::Key;
 
-/// What came of a question.
+/// The answer to a question.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Answer {
+pub struct HandshakeAnswer {
     /// The id that the question was asked under.
     pub id: u64,
     /// The listener's reply (a refusal included), or why there was none in time.
@@ -22,12 +22,12 @@ pub struct Answer {
 
 /// The questions by their ids, and the answers.
 pub(super) struct Requests {
-    /// What they are sealed with.
+    /// The key that seals them.
     secret: Option<Key>,
     /// The longest pause before asking again a listener that is not ready.
     retry_max: Duration,
-    open: BTreeMap<u64, Request>,
-    answers: VecDeque<Answer>,
+    open: BTreeMap<u64, ClientRequest>,
+    answers: VecDeque<HandshakeAnswer>,
 }
 
 impl Requests {
@@ -36,7 +36,7 @@ impl Requests {
         Requests { secret, retry_max, open: BTreeMap::new(), answers: VecDeque::new() }
     }
 
-    /// What they are sealed with.
+    /// The key that seals them.
     pub(super) fn secret(&self) -> Option<&Key> {
         self.secret.as_ref()
     }
@@ -49,20 +49,20 @@ impl Requests {
         self.open.contains_key(&id)
     }
 
-    pub(super) fn insert(&mut self, id: u64, request: Request) {
+    pub(super) fn insert(&mut self, id: u64, request: ClientRequest) {
         self.open.insert(id, request);
     }
 
     /// Answers a question that is not among these (any more).
     pub(super) fn answer(&mut self, id: u64, result: Result<HandshakeReply>) {
-        self.answers.push_back(Answer { id, result });
+        self.answers.push_back(HandshakeAnswer { id, result });
     }
 
-    pub(super) fn poll_answer(&mut self) -> Option<Answer> {
+    pub(super) fn poll_answer(&mut self) -> Option<HandshakeAnswer> {
         self.answers.pop_front()
     }
 
-    pub(super) fn take_answers(&mut self) -> VecDeque<Answer> {
+    pub(super) fn take_answers(&mut self) -> VecDeque<HandshakeAnswer> {
         std::mem::take(&mut self.answers)
     }
 
@@ -70,62 +70,62 @@ impl Requests {
         !self.answers.is_empty()
     }
 
-    fn any(&self, key: &(String, u16), wanted: impl Fn(&Phase) -> bool) -> bool {
+    fn any(&self, key: &(String, u16), wanted: impl Fn(&RequestPhase) -> bool) -> bool {
         self.open.values().any(|r| r.key == *key && wanted(&r.phase))
     }
 
-    /// Whether any is to `key`.
+    /// True if any is to `key`.
     pub(super) fn has(&self, key: &(String, u16)) -> bool {
         self.any(key, |_| true)
     }
 
     pub(super) fn has_unsent(&self, key: &(String, u16)) -> bool {
-        self.any(key, |phase| matches!(phase, Phase::Unsent))
+        self.any(key, |phase| matches!(phase, RequestPhase::Unsent))
     }
 
     pub(super) fn has_sent(&self, key: &(String, u16)) -> bool {
-        self.any(key, |phase| matches!(phase, Phase::Sent(_)))
+        self.any(key, |phase| matches!(phase, RequestPhase::Sent(_)))
     }
 
     /// Those to `key` that are to be sent.
-    pub(super) fn unsent(&mut self, key: &(String, u16)) -> impl Iterator<Item = &mut Request> {
-        self.open.values_mut().filter(move |r| r.key == *key && matches!(r.phase, Phase::Unsent))
+    pub(super) fn unsent(&mut self, key: &(String, u16)) -> impl Iterator<Item = &mut ClientRequest> {
+        self.open.values_mut().filter(move |r| r.key == *key && matches!(r.phase, RequestPhase::Unsent))
     }
 
     /// When the first of those that were sent to `key` has waited for long enough.
     pub(super) fn renew_at(&self, key: &(String, u16)) -> Option<Instant> {
         let sent = self.open.values().filter(|r| r.key == *key);
-        sent.filter_map(|r| if let Phase::Sent(at) = r.phase { Some(at + r.patience) } else { None }).min()
+        sent.filter_map(|r| if let RequestPhase::Sent(at) = r.phase { Some(at + r.answer_timeout) } else { None }).min()
     }
 
     /// Those that have waited for long enough wait for twice as long the next time, up to `most`.
     pub(super) fn wait_longer(&mut self, now: Instant, key: &(String, u16), most: Duration) {
         for r in self.open.values_mut().filter(|r| r.key == *key) {
-            if matches!(r.phase, Phase::Sent(at) if at + r.patience <= now) {
-                r.patience = (r.patience * 2).min(most);
+            if matches!(r.phase, RequestPhase::Sent(at) if at + r.answer_timeout <= now) {
+                r.answer_timeout = (r.answer_timeout * 2).min(most);
             }
         }
     }
 
     /// Requests that were sent to a listener and are not answered.
     pub(super) fn outstanding(&self, key: &(String, u16)) -> usize {
-        self.open.values().filter(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))).count()
+        self.open.values().filter(|r| r.key == *key && matches!(r.phase, RequestPhase::Sent(_))).count()
     }
 
     /// When [`Requests::expire`] must run.
     pub(super) fn deadlines(&self) -> impl Iterator<Item = Instant> {
         self.open.values().map(|r| match r.phase {
-            Phase::Resting(until) => until.min(r.deadline),
+            RequestPhase::Resting(until) => until.min(r.deadline),
             _ => r.deadline,
         })
     }
 
     /// Makes those ready to be sent again whose pause is over, and gives up those whose deadline has come. `way` is the
     /// connection to a listener, if there is one.
-    pub(super) fn expire<'a>(&mut self, now: Instant, way: impl Fn(&(String, u16)) -> Option<&'a Way>) {
+    pub(super) fn expire<'a>(&mut self, now: Instant, route: impl Fn(&(String, u16)) -> Option<&'a ListenerRoute>) {
         let mut failed = Vec::new();
         for (id, r) in &mut self.open {
-            if let Phase::Resting(until) = r.phase
+            if let RequestPhase::Resting(until) = r.phase
                 && until <= now
                 && let Err(e) = r.begin(self.secret.as_ref())
             {
@@ -136,12 +136,12 @@ impl Requests {
         let late: Vec<u64> = self.open.iter().filter(|(_, r)| r.deadline <= now).map(|(id, _)| *id).collect();
         for id in late {
             let Some(r) = self.open.remove(&id) else { continue };
-            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, way(&r.key), now)), Ok);
-            self.answers.push_back(Answer { id, result });
+            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, route(&r.key), now)), Ok);
+            self.answers.push_back(HandshakeAnswer { id, result });
         }
     }
 
-    /// Whether the deadline of a request has passed.
+    /// True if the deadline of a request has passed.
     pub(super) fn has_late(&self, now: Instant) -> bool {
         self.open.values().any(|r| r.deadline <= now)
     }
@@ -150,7 +150,7 @@ impl Requests {
     pub(super) fn ask_again(&mut self, key: &(String, u16)) {
         let mut failed = Vec::new();
         for (id, r) in self.open.iter_mut().filter(|(_, r)| r.key == *key) {
-            if !matches!(r.phase, Phase::Resting(_))
+            if !matches!(r.phase, RequestPhase::Resting(_))
                 && let Err(e) = r.begin(self.secret.as_ref())
             {
                 failed.push((*id, e));
@@ -168,7 +168,7 @@ impl Requests {
     /// The request is over.
     pub(super) fn end(&mut self, id: u64, result: Result<HandshakeReply>) {
         if self.open.remove(&id).is_some() {
-            self.answers.push_back(Answer { id, result });
+            self.answers.push_back(HandshakeAnswer { id, result });
         }
     }
 
@@ -204,7 +204,7 @@ impl Requests {
         let found = self.open.iter_mut().find(|(_, r)| {
             r.key == *key
                 && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange)
-                && matches!(r.phase, Phase::Sent(_))
+                && matches!(r.phase, RequestPhase::Sent(_))
         });
         let Some((&id, r)) = found else {
             log::debug!("kvferry client: a reply that nobody waits for came from {at}");
@@ -212,23 +212,23 @@ impl Requests {
         };
         let Some((_, state)) = r.exchange.as_mut() else { return };
         let step = match kind {
-            Kind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
+            SealedKind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
                 r.bytes = bytes;
-                r.phase = Phase::Unsent;
+                r.phase = RequestPhase::Unsent;
             }),
-            Kind::Reply => match state.reply(message) {
+            SealedKind::Reply => match state.reply(message) {
                 Ok(clear) => {
                     self.judge_clear(now, key, &clear, Some(id));
                     Ok(())
                 }
                 Err(e) => Err(e),
             },
-            Kind::Again => {
-                r.phase = Phase::Resting(now + r.rest);
+            SealedKind::Again => {
+                r.phase = RequestPhase::Resting(now + r.rest);
                 r.rest = (r.rest * 2).min(self.retry_max);
                 Ok(())
             }
-            Kind::Open | Kind::Ask => Err(Error::corrupt("a frame that only clients send")),
+            SealedKind::Open | SealedKind::Ask => Err(Error::corrupt("a frame that only clients send")),
         };
         if let Err(e) = step {
             self.end(id, Err(e.context(format!("what listens on {at} answered"))));
@@ -238,7 +238,7 @@ impl Requests {
     /// The request to `key` that was sent first.
     fn oldest(&self, key: &(String, u16)) -> Option<u64> {
         let sent = self.open.iter().filter(|(_, r)| r.key == *key);
-        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None })
+        sent.filter_map(|(id, r)| if let RequestPhase::Sent(at) = r.phase { Some((at, *id)) } else { None })
             .min()
             .map(|(_, id)| id)
     }
@@ -256,13 +256,13 @@ impl Requests {
         if let Ok(HandshakeReply::Refused { code: RefusalCode::NotReady, .. }) = &reply
             && now + r.rest < r.deadline
         {
-            r.phase = Phase::Resting(now + r.rest);
+            r.phase = RequestPhase::Resting(now + r.rest);
             r.rest = (r.rest * 2).min(self.retry_max);
             r.refusal = reply.ok();
             return;
         }
         let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
         self.open.remove(&id);
-        self.answers.push_back(Answer { id, result });
+        self.answers.push_back(HandshakeAnswer { id, result });
     }
 }

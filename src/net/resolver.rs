@@ -66,7 +66,7 @@ impl Resolver {
         Ok(())
     }
 
-    /// What has been resolved since the last call. Names that are not `wanted` any more lose their place in the queue, so that
+    /// Takes the results since the last call. Names that are not `wanted` any more lose their place in the queue, so that
     /// they neither collect there nor keep others waiting.
     pub(super) fn take(&mut self, wanted: impl Fn(&(String, u16)) -> bool) -> Vec<Resolved> {
         self.waiting.retain(wanted);

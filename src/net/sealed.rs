@@ -1,8 +1,8 @@
-//! The handshake with a key: the frames, and the listener's gate. The client's half is in its own file.
+//! The handshake with a key: the frames, and the listener's [`AuthLayer`]. The client's half is in its own file.
 //!
 //! A request takes two round trips: the first opens a channel of its own, the second carries one request and one reply
 //! over it. So a request is fresh by itself: sent again, in this life of the listener or a later one, it belongs to a
-//! channel that is gone. And nothing in it can be opened by who learns the key later.
+//! channel that is gone. And a key that leaks later opens nothing in it.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::Address;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::proto::handshake::Asker;
+use crate::proto::handshake::ClientId;
 use crate::proto::latest::Latest;
 use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
 use crate::proto::wire::{HandshakeReply, Message, RefusalCode, Versions};
@@ -34,9 +34,9 @@ const EPHEMERAL_BYTES: usize = 32;
 /// The longest frame of a client with a key.
 pub(super) const MAX_SEALED_REPLY: usize = HEAD_BYTES + sealed_len(MAX_REPLY_BYTES);
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SealedKind {
     /// Client: the first Noise message.
     Open,
     /// Listener: the second, whose payload names the channel.
@@ -50,15 +50,15 @@ pub(super) enum Kind {
 }
 
 /// A frame's kind, its exchange's number, and what follows. `None` if it is not of this protocol.
-pub(super) fn split(frame: &[u8]) -> Option<(Kind, u64, &[u8])> {
+pub(super) fn split(frame: &[u8]) -> Option<(SealedKind, u64, &[u8])> {
     let (head, rest) = frame.split_first_chunk::<HEAD_BYTES>()?;
     let [m0, m1, m2, m3, VERSION, kind, 0, 0, number @ ..] = *head else { return None };
     let kind = match kind {
-        1 => Kind::Open,
-        2 => Kind::Opened,
-        3 => Kind::Ask,
-        4 => Kind::Reply,
-        5 => Kind::Again,
+        1 => SealedKind::Open,
+        2 => SealedKind::Opened,
+        3 => SealedKind::Ask,
+        4 => SealedKind::Reply,
+        5 => SealedKind::Again,
         _ => return None,
     };
     ([m0, m1, m2, m3] == MAGIC).then_some((kind, u64::from_le_bytes(number), rest))
@@ -79,13 +79,13 @@ pub(super) fn check_version(frame: &[u8]) -> Option<Error> {
     ))
 }
 
-fn frame(kind: Kind, exchange: u64, parts: &[&[u8]]) -> Vec<u8> {
+fn frame(kind: SealedKind, exchange: u64, parts: &[&[u8]]) -> Vec<u8> {
     let kind = match kind {
-        Kind::Open => 1,
-        Kind::Opened => 2,
-        Kind::Ask => 3,
-        Kind::Reply => 4,
-        Kind::Again => 5,
+        SealedKind::Open => 1,
+        SealedKind::Opened => 2,
+        SealedKind::Ask => 3,
+        SealedKind::Reply => 4,
+        SealedKind::Again => 5,
     };
     let mut bytes = Vec::with_capacity(HEAD_BYTES + parts.iter().map(|part| part.len()).sum::<usize>());
     bytes.extend_from_slice(&MAGIC);
@@ -107,7 +107,7 @@ impl Exchange {
     /// Begins the exchange `number`; the frame to send.
     pub(super) fn begin(key: &Key, number: u64) -> Result<(Exchange, Vec<u8>)> {
         let (initiator, message) = Initiator::start(key, Protocol::Handshake, &number.to_le_bytes(), &[])?;
-        Ok((Exchange::Opening(initiator), frame(Kind::Open, number, &[&message])))
+        Ok((Exchange::Opening(initiator), frame(SealedKind::Open, number, &[&message])))
     }
 
     /// The listener opened the channel: the frame with the request `clear`.
@@ -116,7 +116,7 @@ impl Exchange {
         let (name, mut channel) = initiator.finish(opened)?;
         let (_, sealed) = channel.sealer.seal(&[], clear)?;
         *self = Exchange::Asked(channel);
-        Ok(frame(Kind::Ask, number, &[&name, &sealed]))
+        Ok(frame(SealedKind::Ask, number, &[&name, &sealed]))
     }
 
     /// The reply in clear.
@@ -126,24 +126,24 @@ impl Exchange {
     }
 }
 
-/// What a listener puts in front of its answering function: with a key, only sealed requests get through, and only
+/// Stands in front of a listener's answering function. With a key, only sealed requests get through, and only
 /// their senders can read the replies. Without one, only requests in clear do.
 ///
 /// Refusals go out in clear and have nothing of the engine in them.
 #[derive(Debug)]
-pub struct Gate {
+pub struct AuthLayer {
     key: Option<Key>,
     /// With the numbers of their exchanges.
     channels: Latest<[u8; CHANNEL_BYTES], (u64, Channel)>,
-    /// Of requests whose replies come later, in the order in which they came.
-    later: HashMap<Asker, VecDeque<(u64, Channel)>>,
+    /// Channels of requests whose replies come later, in the order in which they came.
+    later: HashMap<ClientId, VecDeque<(u64, Channel)>>,
     seen: Latest<[u8; EPHEMERAL_BYTES], ()>,
     log: LogLimit,
 }
 
-impl Gate {
+impl AuthLayer {
     /// A gate for the listener at `address`. Warns if other hosts can reach that and there is no key.
-    pub fn new(key: Option<Key>, address: &Address) -> Gate {
+    pub fn new(key: Option<Key>, address: &Address) -> AuthLayer {
         if key.is_none() && !address.bind.is_loopback() {
             let (what, other) = if address.bind.is_unspecified() {
                 ("this host by any of its addresses".to_owned(), "bind one address that only they reach (bind), ")
@@ -151,13 +151,13 @@ impl Gate {
                 (address.bind.to_string(), "")
             };
             log::warn!(
-                "kvferry listener: other hosts can reach {what}, and no key is set: whoever connects learns where this \
+                "kvferry listener: other hosts can reach {what}, and no key is set: any client learns where this \
                  engine's memory is and how to read it; give all engines one key (key_file or {}), {other}or keep \
                  others out of this network",
                 crate::secret::ENV
             );
         }
-        Gate {
+        AuthLayer {
             key,
             channels: Latest::new(MAX_CHANNELS),
             later: HashMap::new(),
@@ -169,7 +169,7 @@ impl Gate {
     /// The refusal of a request, which is logged too: of a wrong key the owner of this side would learn nothing else.
     fn refuse(&mut self, code: RefusalCode, message: &str) -> Vec<u8> {
         if let Some(left_out) = self.log.pass(Instant::now()) {
-            let more = if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") };
+            let more = if left_out == 0 { String::new() } else { format!(" ({left_out} similar lines suppressed)") };
             log::warn!("kvferry listener: a request was refused: {message}{more}");
         }
         HandshakeReply::Refused { id: 0, code, message: message.to_owned() }.to_bytes().unwrap_or_default()
@@ -179,15 +179,15 @@ impl Gate {
         self.refuse(RefusalCode::Key, error.message())
     }
 
-    /// Answers any bytes: with what `answer` makes of the request in them if it may pass, else with a refusal.
+    /// Answers any bytes. If the request in them may pass, `answer` makes the reply, else it is a refusal.
     pub fn answer(&mut self, request: &[u8], answer: impl FnOnce(&[u8]) -> Vec<u8>) -> Vec<u8> {
         self.answer_to(&[], request, |clear| Some(answer(clear))).unwrap_or_default()
     }
 
-    /// As [`Gate::answer`]; when `answer` gives nothing, its reply comes later and goes through [`Gate::seal`].
+    /// As [`AuthLayer::answer`]; when `answer` gives nothing, its reply comes later and goes through [`AuthLayer::seal`].
     pub fn answer_to(
         &mut self,
-        asker: &[u8],
+        client: &[u8],
         request: &[u8],
         answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
     ) -> Option<Vec<u8>> {
@@ -206,11 +206,11 @@ impl Gate {
             return answer(request);
         };
         match sealed {
-            Some((Kind::Open, number, message)) => {
+            Some((SealedKind::Open, number, message)) => {
                 Some(self.open(&key, number, message).unwrap_or_else(|e| self.refuse_key(&e)))
             }
-            Some((Kind::Ask, number, message)) => {
-                self.ask(asker, number, message, answer).unwrap_or_else(|e| Some(self.refuse_key(&e)))
+            Some((SealedKind::Ask, number, message)) => {
+                self.ask(client, number, message, answer).unwrap_or_else(|e| Some(self.refuse_key(&e)))
             }
             Some(_) => Some(self.refuse(RefusalCode::Key, "a frame that only listeners send")),
             None => Some(self.refuse(
@@ -221,19 +221,18 @@ impl Gate {
         }
     }
 
-    /// Makes a later reply ready for its way: that to the oldest of the asker's requests which have none. `None` if there
-    /// is no such request.
-    pub fn seal(&mut self, asker: &[u8], clear: Vec<u8>) -> Option<Vec<u8>> {
+    /// Seals a later reply, for the oldest of the client's requests without one. `None` if there is no such request.
+    pub fn seal(&mut self, client: &[u8], clear: Vec<u8>) -> Option<Vec<u8>> {
         if self.key.is_none() {
             return Some(clear);
         }
-        let waiting = self.later.get_mut(asker)?;
+        let waiting = self.later.get_mut(client)?;
         let (number, mut channel) = waiting.pop_front()?;
         if waiting.is_empty() {
-            self.later.remove(asker);
+            self.later.remove(client);
         }
         match channel.sealer.seal(&[], &clear) {
-            Ok((_, sealed)) => Some(frame(Kind::Reply, number, &[&sealed])),
+            Ok((_, sealed)) => Some(frame(SealedKind::Reply, number, &[&sealed])),
             Err(e) => Some(self.refuse_key(&e)),
         }
     }
@@ -251,12 +250,12 @@ impl Gate {
         getrandom::fill(&mut name).map_err(|e| Error::new(ErrorKind::Io, format!("drawing a name: {e}")))?;
         let (second, channel) = responder.answer(&name)?;
         self.channels.insert(name, (number, channel));
-        Ok(frame(Kind::Opened, number, &[&second]))
+        Ok(frame(SealedKind::Opened, number, &[&second]))
     }
 
     fn ask(
         &mut self,
-        asker: &[u8],
+        client: &[u8],
         number: u64,
         message: &[u8],
         answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
@@ -264,7 +263,7 @@ impl Gate {
         let (name, sealed) = message
             .split_first_chunk::<CHANNEL_BYTES>()
             .ok_or_else(|| Error::corrupt("a sealed request that ends within its head"))?;
-        let again = || Ok(Some(frame(Kind::Again, number, &[])));
+        let again = || Ok(Some(frame(SealedKind::Again, number, &[])));
         let Some((exchange, channel)) = self.channels.get_mut(name) else { return again() };
         // Damaged bytes cost the sender of the right ones nothing: the channel stays.
         if *exchange != number {
@@ -273,11 +272,11 @@ impl Gate {
         let (_, clear) = channel.opener.open(0, sealed, 0, MAX_REQUEST_BYTES)?;
         let Some((_, mut channel)) = self.channels.remove(name) else { return again() };
         let Some(reply) = answer(&clear) else {
-            self.later.entry(asker.to_owned()).or_default().push_back((number, channel));
+            self.later.entry(client.to_owned()).or_default().push_back((number, channel));
             return Ok(None);
         };
         let (_, sealed) = channel.sealer.seal(&[], &reply)?;
-        Ok(Some(frame(Kind::Reply, number, &[&sealed])))
+        Ok(Some(frame(SealedKind::Reply, number, &[&sealed])))
     }
 }
 
@@ -288,10 +287,10 @@ mod tests {
 
     use super::*;
 
-    fn gate(key: Option<u8>) -> Gate {
+    fn auth_layer(key: Option<u8>) -> AuthLayer {
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let address = Address { bind: ip, advertise: ip, note: None };
-        Gate::new(key.map(|byte| Key::from_bytes([byte; 32])), &address)
+        AuthLayer::new(key.map(|byte| Key::from_bytes([byte; 32])), &address)
     }
 
     fn echo(request: &[u8]) -> Vec<u8> {
@@ -310,65 +309,65 @@ mod tests {
     }
 
     /// The first half of an exchange: its state, the frame sent, and the frame that asks.
-    fn opened(gate: &mut Gate, key: u8, request: &[u8]) -> (Exchange, Vec<u8>, Vec<u8>) {
+    fn opened(auth: &mut AuthLayer, key: u8, request: &[u8]) -> (Exchange, Vec<u8>, Vec<u8>) {
         let (mut exchange, first) = Exchange::begin(&Key::from_bytes([key; 32]), 7).unwrap();
-        let reply = gate.answer(&first, never);
+        let reply = auth.answer(&first, never);
         let (kind, number, message) = split(&reply).unwrap();
-        assert_eq!((kind, number), (Kind::Opened, 7));
+        assert_eq!((kind, number), (SealedKind::Opened, 7));
         let ask = exchange.ask(7, message, request).unwrap();
         (exchange, first, ask)
     }
 
     #[test]
     fn a_request_passes_once_and_its_reply_is_for_its_sender() {
-        let mut gate = gate(Some(1));
-        let (mut exchange, first, ask) = opened(&mut gate, 1, b"request");
-        let reply = gate.answer(&ask, echo);
+        let mut auth = auth_layer(Some(1));
+        let (mut exchange, first, ask) = opened(&mut auth, 1, b"request");
+        let reply = auth.answer(&ask, echo);
         let (kind, number, sealed) = split(&reply).unwrap();
-        assert_eq!((kind, number), (Kind::Reply, 7));
+        assert_eq!((kind, number), (SealedKind::Reply, 7));
         assert!(!reply.windows(4).any(|bytes| bytes == b"echo"));
-        let (mut other, ..) = opened(&mut gate, 1, b"another");
+        let (mut other, ..) = opened(&mut auth, 1, b"another");
         assert!(other.reply(sealed).is_err());
         assert_eq!(exchange.reply(sealed).unwrap(), b"echo:request");
         assert!(exchange.reply(sealed).is_err());
         // Both captured frames again, and in a later life of the listener.
-        assert!(refused_text(&gate.answer(&first, never)).contains("came before"));
-        assert_eq!(split(&gate.answer(&ask, never)).unwrap(), (Kind::Again, 7, [].as_slice()));
-        let mut later = self::gate(Some(1));
-        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, Kind::Again);
+        assert!(refused_text(&auth.answer(&first, never)).contains("came before"));
+        assert_eq!(split(&auth.answer(&ask, never)).unwrap(), (SealedKind::Again, 7, [].as_slice()));
+        let mut later = auth_layer(Some(1));
+        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, SealedKind::Again);
         // Its answer to the first frame gives nothing to who can't read it, and does not fit the captured request.
-        assert_eq!(split(&later.answer(&first, never)).unwrap().0, Kind::Opened);
-        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, Kind::Again);
+        assert_eq!(split(&later.answer(&first, never)).unwrap().0, SealedKind::Opened);
+        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, SealedKind::Again);
     }
 
     #[test]
     fn a_later_reply_is_sealed_for_the_oldest_request_of_its_asker() {
-        let mut gate = gate(Some(1));
-        let asked = [b"x", b"x", b"y"].map(|asker| {
-            let (exchange, _, ask) = opened(&mut gate, 1, b"request");
-            assert_eq!(gate.answer_to(asker, &ask, |_| None), None);
+        let mut auth = auth_layer(Some(1));
+        let asked = [b"x", b"x", b"y"].map(|client| {
+            let (exchange, _, ask) = opened(&mut auth, 1, b"request");
+            assert_eq!(auth.answer_to(client, &ask, |_| None), None);
             exchange
         });
-        let replies = [b"x", b"y", b"x"].map(|asker| gate.seal(asker, b"over".to_vec()).unwrap());
+        let replies = [b"x", b"y", b"x"].map(|client| auth.seal(client, b"over".to_vec()).unwrap());
         for (mut exchange, reply) in asked.into_iter().zip([&replies[0], &replies[2], &replies[1]]) {
             assert_eq!(exchange.reply(split(reply).unwrap().2).unwrap(), b"over");
         }
-        assert!(gate.seal(b"x", b"over".to_vec()).is_none() && gate.later.is_empty());
-        assert_eq!(self::gate(None).seal(b"x", b"clear".to_vec()).unwrap(), b"clear");
+        assert!(auth.seal(b"x", b"over".to_vec()).is_none() && auth.later.is_empty());
+        assert_eq!(auth_layer(None).seal(b"x", b"clear".to_vec()).unwrap(), b"clear");
     }
 
     #[test]
     fn without_the_key_nothing_passes() {
-        let mut closed = gate(Some(1));
+        let mut closed = auth_layer(Some(1));
         let (_, foreign) = Exchange::begin(&Key::from_bytes([2; 32]), 7).unwrap();
         assert!(refused_text(&closed.answer(&foreign, never)).contains("different keys"));
         for clear in [b"".as_slice(), b"KVFS", b"in clear", &[0; 4096]] {
             assert!(refused_text(&closed.answer(clear, never)).contains("key_file"));
         }
-        for kind in [Kind::Opened, Kind::Reply, Kind::Again] {
+        for kind in [SealedKind::Opened, SealedKind::Reply, SealedKind::Again] {
             refused_text(&closed.answer(&frame(kind, 7, &[&[1; 64]]), never));
         }
-        let mut open = gate(None);
+        let mut open = auth_layer(None);
         assert!(refused_text(&open.answer(&foreign, never)).contains("has no key"));
         assert_eq!(open.answer(b"in clear", echo), b"echo:in clear");
     }
@@ -379,7 +378,7 @@ mod tests {
         for (key, version) in [(Some(1), 0), (Some(1), 2), (None, 2)] {
             let mut frame = first.clone();
             frame[4] = version;
-            match HandshakeReply::from_bytes(&gate(key).answer(&frame, never)).unwrap() {
+            match HandshakeReply::from_bytes(&auth_layer(key).answer(&frame, never)).unwrap() {
                 HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message } => {
                     let expected = format!("of version {version} came, this build speaks version 1");
                     assert!(message.contains(&expected), "{message}");
@@ -392,8 +391,8 @@ mod tests {
 
     #[test]
     fn every_damaged_byte_is_refused_and_the_right_request_still_passes() {
-        let mut gate = gate(Some(1));
-        let (mut exchange, first, ask) = opened(&mut gate, 1, b"request");
+        let mut auth = auth_layer(Some(1));
+        let (mut exchange, first, ask) = opened(&mut auth, 1, b"request");
         // A first message of another exchange, which the gate has not seen.
         let (_, unseen) = Exchange::begin(&Key::from_bytes([1; 32]), 8).unwrap();
         for good in [&unseen, &first, &ask] {
@@ -401,15 +400,15 @@ mod tests {
                 let mut bad = good.clone();
                 bad[at] ^= 1;
                 for bad in [bad.as_slice(), &good[..at]] {
-                    let reply = gate.answer(bad, never);
+                    let reply = auth.answer(bad, never);
                     // Another name of a channel is one that is not there.
-                    if split(&reply).is_none_or(|(kind, ..)| kind != Kind::Again) {
+                    if split(&reply).is_none_or(|(kind, ..)| kind != SealedKind::Again) {
                         refused_text(&reply);
                     }
                 }
             }
         }
-        let reply = gate.answer(&ask, echo);
+        let reply = auth.answer(&ask, echo);
         let (_, _, sealed) = split(&reply).unwrap();
         for at in 0..sealed.len() {
             let mut bad = sealed.to_vec();
@@ -421,15 +420,15 @@ mod tests {
 
     #[test]
     fn what_is_remembered_is_bounded() {
-        let mut gate = gate(Some(1));
-        let (_, _, oldest) = opened(&mut gate, 1, b"oldest");
-        let (mut second, _, ask) = opened(&mut gate, 1, b"second");
+        let mut auth = auth_layer(Some(1));
+        let (_, _, oldest) = opened(&mut auth, 1, b"oldest");
+        let (mut second, _, ask) = opened(&mut auth, 1, b"second");
         for _ in 0..MAX_CHANNELS - 1 {
-            opened(&mut gate, 1, b"");
+            opened(&mut auth, 1, b"");
         }
-        assert_eq!(gate.channels.len(), MAX_CHANNELS);
-        assert_eq!(split(&gate.answer(&oldest, never)).unwrap().0, Kind::Again);
-        let reply = gate.answer(&ask, echo);
+        assert_eq!(auth.channels.len(), MAX_CHANNELS);
+        assert_eq!(split(&auth.answer(&oldest, never)).unwrap().0, SealedKind::Again);
+        let reply = auth.answer(&ask, echo);
         assert_eq!(second.reply(split(&reply).unwrap().2).unwrap(), b"echo:second");
     }
 }

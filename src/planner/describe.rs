@@ -1,4 +1,4 @@
-//! What a deployment of two engines will do for a request, before it runs: who reads what from whom.
+//! Describes a deployment of two engines before it runs: which rank reads what from which rank.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -11,11 +11,11 @@ use crate::proto::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segmen
 use crate::proto::shape::{EngineSpec, ModelSpec, RankCache};
 use crate::proto::wire::{Blocks, RankMetadata};
 
-/// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
+/// Most ranks of an engine that is described. The reads are worked out for every pair of ranks.
 pub const MAX_DESCRIBED_RANKS: u32 = 128;
 /// Most parts of layers that all ranks of an engine hold together.
 pub const MAX_DESCRIBED_PARTS: u64 = 1 << 16;
-/// Most tokens of a request that is described, and most blocks of all its groups together.
+/// Most tokens of a described request, and most blocks of its groups together.
 pub const MAX_DESCRIBED_TOKENS: u64 = 1 << 24;
 
 /// Two engines and a request between them.
@@ -33,12 +33,12 @@ pub struct Deployment {
     /// How many of them, from the front, the consumer has already.
     #[serde(default)]
     pub cached_tokens: u64,
-    /// Whether the consumer reuses blocks for other requests with the same prefix, as
+    /// True if the consumer reuses blocks for other requests with the same prefix, as
     /// [`SchedulerConfig::reuses_blocks`](crate::proto::scheduler::SchedulerConfig::reuses_blocks).
     #[serde(default = "yes")]
     pub reuses_blocks: bool,
-    /// Whether the request's blocks lie one after the other, as an engine that has just started hands them out. Else no
-    /// two are neighbours.
+    /// True if the request's blocks lie one after the other. An engine that has just started hands them out so. Else
+    /// no two are neighbours.
     #[serde(default)]
     pub consecutive_blocks: bool,
     /// Longest operation in bytes; the agent's default unless given.
@@ -54,7 +54,7 @@ fn four_mebibytes() -> u64 {
     4 << 20
 }
 
-/// What a rank holds.
+/// The parts of the cache that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DescribedRank {
     /// The rank.
@@ -63,7 +63,7 @@ pub struct DescribedRank {
     pub layers: Vec<(u32, u32)>,
     /// Ranges of heads, first and last. Latents count as head 0.
     pub heads: Vec<(u32, u32)>,
-    /// Of how many ranks that share the tokens this is which, by group: number and count. `(0, 1)` where it has all.
+    /// The rank's place among those that share the tokens, by group: number and count. `(0, 1)` where it has all.
     pub tokens: Vec<(u32, u32)>,
     /// Bytes that are read from it (producer) or that it reads (consumer).
     pub bytes: u64,
@@ -74,10 +74,10 @@ pub struct DescribedRank {
     pub peers: u32,
 }
 
-/// What one consumer rank reads from one producer rank.
+/// The reads of one consumer rank from one producer rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DescribedLink {
-    /// Who reads.
+    /// The rank that reads.
     pub consumer: RankId,
     /// From whom.
     pub producer: RankId,
@@ -93,21 +93,20 @@ pub struct DescribedLink {
     pub segments: u64,
     /// Operations after merging.
     pub operations: u64,
-    /// Bytes of the shortest operation, of that in the middle when they are sorted by length, and of the longest; 0
-    /// without operations.
+    /// Bytes of the shortest operation. The next two are the median's and the longest's; 0 without operations.
     pub run_min: u64,
     /// See `run_min`.
     pub run_median: u64,
     /// See `run_min`.
     pub run_max: u64,
-    /// Between host memories: whether the runs are so short that messages carry them, many in each, instead of an
-    /// operation each, as [`GATHER_BELOW`] says. Over TCP everything travels so.
+    /// Between host memories: true if messages carry the runs, many in each. They are so short on average, as
+    /// [`GATHER_BELOW`] says. Over TCP everything travels so.
     pub gathered: bool,
     /// Bytes that the plan takes in memory.
     pub plan_bytes: u64,
 }
 
-/// What a deployment does for one request.
+/// The work of a deployment for one request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Description {
     /// The ranks of the engine that prefills, by pipeline stage and then tensor-parallel rank.
@@ -122,7 +121,7 @@ pub struct Description {
 type Lengths = BTreeMap<u64, u64>;
 
 impl Deployment {
-    /// Works out who reads what from whom.
+    /// Works out which rank reads what from which rank.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] and [`ErrorKind::Exhausted`] naming what cannot be;
     /// [`ErrorKind::Incompatible`] where the engines do not fit each other, as in their handshake.
@@ -130,7 +129,7 @@ impl Deployment {
         self.check()?;
         let local = self.engine("decode", &self.consumer)?;
         let remote = self.engine("prefill", &self.producer)?;
-        let holdings = |side: &Side| side.ranks.iter().map(RankCache::holding).collect::<Vec<Holding>>();
+        let holdings = |side: &EngineSide| side.ranks.iter().map(RankCache::holding).collect::<Vec<Holding>>();
         let (consumers, producers) = (holdings(&local), holdings(&remote));
         let layers = self.layer_numbers();
         let mut producers_read: BTreeMap<RankId, DescribedRank> =
@@ -212,7 +211,7 @@ impl Deployment {
         groups.flat_map(|group| group.layers.iter().map(|&layer| (group.layer_name(layer), layer))).collect()
     }
 
-    fn engine(&self, name: &str, spec: &EngineSpec) -> Result<Side> {
+    fn engine(&self, name: &str, spec: &EngineSpec) -> Result<EngineSide> {
         let named = |e: Error| e.context(format_args!("the {name} engine"));
         // Groups are the same on every rank but for the rank's place among those that share tokens.
         let first = EngineSpec { num_blocks: 1, ..spec.clone() }.ranks(&self.model).map_err(named)?;
@@ -222,7 +221,7 @@ impl Deployment {
         let ranks = spec.ranks(&self.model).map_err(named)?;
         let engine = EngineId::new(name).map_err(named)?;
         let metadata = ranks.iter().map(|cache| cache.metadata(&engine, spec.shape())).collect();
-        Ok(Side { ranks, metadata, blocks })
+        Ok(EngineSide { ranks, metadata, blocks })
     }
 
     /// The request's blocks in each group, and how many blocks there must be.
@@ -290,7 +289,7 @@ impl Deployment {
 }
 
 /// An engine with the request's blocks.
-struct Side {
+struct EngineSide {
     ranks: Vec<RankCache>,
     metadata: Vec<RankMetadata>,
     blocks: Vec<Blocks>,

@@ -1,5 +1,4 @@
-//! What an engine said in its handshake, in the words of a model and its shape, and whether an engine of another shape
-//! fits it.
+//! Turns an engine's handshake into a model and a shape, and tells whether an engine of another shape fits it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -54,21 +53,21 @@ pub struct SurveyedRank {
 /// One field of the comparison.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SurveyedField {
-    /// What is compared, such as `KV heads of the model`.
+    /// The fact that is compared, such as `KV heads of the model`.
     pub name: String,
     /// This side's value; none where this side is not described.
     pub here: Option<String>,
     /// The engine's.
     pub there: String,
-    /// Whether both must have the same.
+    /// True if both must have the same.
     pub must_match: bool,
-    /// Whether it fits; none where nothing is compared.
+    /// True if it fits; none where nothing is compared.
     pub fits: Option<bool>,
-    /// What to do where it does not fit.
+    /// The remedy where it does not fit.
     pub remedy: String,
 }
 
-/// What an engine's listener answered.
+/// The answer of an engine's listener, in the words of a model and its shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Survey {
     /// The newest protocol version that both speak.
@@ -121,8 +120,8 @@ pub fn decode_ranks(engine: &EngineId, shape: EngineShape, ranks: &[RankBlob]) -
 }
 
 impl Survey {
-    /// Of an engine's ranks and the `protocol` version, as [`decode_ranks`] gives them, compared with this side where it
-    /// is described.
+    /// Surveys an engine's ranks, as [`decode_ranks`] gives them with the `protocol` version. Compares them with this
+    /// side where it is described.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] and [`ErrorKind::Exhausted`] for a side that cannot be.
     pub fn of(
@@ -133,7 +132,7 @@ impl Survey {
     ) -> Result<Survey> {
         let Some(first) = ranks.first() else { return Err(Error::invalid("an engine without ranks")) };
         let numbers = layer_numbers(ranks);
-        let there = Engine { ranks, numbers: &numbers };
+        let there = SurveyedEngine { ranks, numbers: &numbers };
         let fields = match own {
             None => there.facts().into_iter().map(|fact| fact.alone()).chain(compat_alone(first)).collect(),
             Some(own) => compare(own, &there, first)?,
@@ -201,12 +200,12 @@ fn compat_alone(rank: &RankMetadata) -> impl Iterator<Item = SurveyedField> {
     })
 }
 
-struct Engine<'a> {
+struct SurveyedEngine<'a> {
     ranks: &'a [RankMetadata],
     numbers: &'a HashMap<String, u32>,
 }
 
-impl Engine<'_> {
+impl SurveyedEngine<'_> {
     fn number(&self, area: &Area) -> u32 {
         self.numbers.get(&area.layer).copied().unwrap_or(0)
     }
@@ -332,7 +331,7 @@ fn ranges_text(numbers: BTreeSet<u32>) -> String {
     ranges(numbers.into_iter().map(|number| (number, 1))).into_iter().map(one).collect::<Vec<_>>().join(",")
 }
 
-fn compare(own: &OwnSide, there: &Engine<'_>, first: &RankMetadata) -> Result<Vec<SurveyedField>> {
+fn compare(own: &OwnSide, there: &SurveyedEngine<'_>, first: &RankMetadata) -> Result<Vec<SurveyedField>> {
     let shape = own.engine.shape();
     if shape.ranks() > MAX_DESCRIBED_RANKS {
         let text = format!("this side: {} ranks, at most {MAX_DESCRIBED_RANKS} are compared", shape.ranks());
@@ -343,7 +342,7 @@ fn compare(own: &OwnSide, there: &Engine<'_>, first: &RankMetadata) -> Result<Ve
     let caches = own.engine.ranks(&own.model).map_err(named)?;
     let ours: Vec<RankMetadata> = caches.iter().map(|cache| cache.metadata(&engine, shape)).collect();
     let numbers = layer_numbers(&ours);
-    let here = Engine { ranks: &ours, numbers: &numbers };
+    let here = SurveyedEngine { ranks: &ours, numbers: &numbers };
     let mut fields: Vec<SurveyedField> = here
         .facts()
         .into_iter()

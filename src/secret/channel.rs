@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use snow::{HandshakeState, StatelessTransportState};
 
-use super::window::Window;
+use super::window::ReplayWindow;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The longest Noise message.
 pub(super) const MAX_NOISE_BYTES: usize = 65_535;
-/// What sealing adds to a piece.
+/// The bytes that sealing adds to a piece.
 const TAG_BYTES: usize = 16;
 /// Plain bytes of a full piece.
 const PIECE_BYTES: usize = MAX_NOISE_BYTES - TAG_BYTES;
@@ -20,7 +20,7 @@ const PIECE_BYTES: usize = MAX_NOISE_BYTES - TAG_BYTES;
 const LENGTH_BYTES: usize = 8;
 /// Pieces of one message: 4 GiB.
 const MAX_PIECES: usize = 1 << 16;
-/// Message numbers are below it, so that no nonce is the one that Noise reserves.
+/// Message numbers are below it, so that no nonce is that which Noise reserves.
 const MAX_NUMBER: u64 = (1 << 48) - 1;
 
 /// How long `len` plain bytes become by sealing.
@@ -45,7 +45,7 @@ impl Channel {
             .map_err(|e| Error::new(ErrorKind::Internal, format!("ending a Noise exchange: {e}")))?;
         let state = Arc::new(state);
         let sealer = Sealer { state: Arc::clone(&state), next: 0 };
-        Ok(Channel { sealer, opener: Opener { state, window: Window::default() } })
+        Ok(Channel { sealer, opener: Opener { state, window: ReplayWindow::default() } })
     }
 }
 
@@ -102,7 +102,7 @@ impl Sealer {
 /// Opens messages in any order, each once.
 pub struct Opener {
     state: Arc<StatelessTransportState>,
-    window: Window,
+    window: ReplayWindow,
 }
 
 impl std::fmt::Debug for Opener {
@@ -112,8 +112,8 @@ impl std::fmt::Debug for Opener {
 }
 
 impl Opener {
-    /// Opens message `number`: its header of `header_len` bytes, and its data of at most `limit` bytes. After an error
-    /// nothing has changed.
+    /// Opens message `number`. Its header has `header_len` bytes, its data at most `limit`. After an error nothing
+    /// has changed.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] for a number that came before or is 65536 behind the newest, and for bytes that were not

@@ -6,11 +6,11 @@ use super::channel::{Channel, MAX_NOISE_BYTES};
 use super::key::Key;
 use crate::error::{Error, ErrorKind, Result};
 
-/// The Noise protocol. NN: nobody has an identity of its own, whoever has the key belongs; psk0: the key is in from the
+/// The Noise protocol. NN: nobody has an identity of its own, every holder of the key belongs; psk0: the key is in from the
 /// first byte, so that a first message of somebody without it is refused before any Diffie-Hellman.
 const NOISE: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
-/// What the channel is for. A message of one protocol is not one of the other.
+/// The use of a channel. A message of one protocol is not one of the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {
     /// Between a handshake client and a listener.
@@ -75,7 +75,7 @@ pub struct Initiator(Option<Box<HandshakeState>>);
 impl Initiator {
     /// Begins an exchange. `context` are bytes that both sides know, such as a header that goes along; they are
     /// authenticated. Returns the first message, which holds `payload` (at most 65000 bytes): encrypted, but without
-    /// forward secrecy, and it can be sent again by who captured it.
+    /// forward secrecy, and a listener on the wire can send it again.
     ///
     /// # Errors
     /// [`ErrorKind::Internal`] for a payload that is too long, or without randomness.

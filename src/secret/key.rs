@@ -37,7 +37,7 @@ impl Key {
         Key(Arc::new(Zeroizing::new(bytes)))
     }
 
-    /// The key that a configuration asks for: that of `key_file`; none if it is the empty path; without a `key_file`
+    /// The key that a configuration asks for. That of `key_file`; none if it is the empty path; without a `key_file`
     /// that of the file which the environment variable [`ENV`] names, if it is set and not empty.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl Key {
         Key::load(path).map(Some).map_err(|e| e.context(origin))
     }
 
-    /// Reads a key file: 64 hexadecimal digits, or 32 bytes in base64; white space around them is let pass.
+    /// Reads a key file. It has 64 hexadecimal digits, or 32 bytes in base64; white space around them is let pass.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] for a file that can't be read, [`ErrorKind::InvalidArgument`] for one with other contents, or

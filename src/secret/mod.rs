@@ -1,7 +1,7 @@
 //! Authentication and encryption with a pre-shared key: the key itself, the Noise exchange by which two holders of it
 //! agree on a channel, and the channel. No I/O beside reading the key file; no clock; no threads.
 //!
-//! Who lacks the key can neither start an exchange nor answer one. The channel's keys come from two fresh
+//! A process without the key can neither start an exchange nor answer one. The channel's keys come from two fresh
 //! Diffie-Hellman keys and the pre-shared one, so that a key that leaks later does not open a recorded channel. What
 //! this protects, and what not, is in `docs/protocol.md`, section Keys.
 

@@ -8,13 +8,13 @@ const WORD: u64 = 64;
 
 /// The last [`BITS`] message numbers as a ring of bits, 8 KiB, allocated with the first message.
 #[derive(Debug, Default)]
-pub(super) struct Window {
+pub(super) struct ReplayWindow {
     /// One more than the highest number that has come.
     next: u64,
     words: Vec<u64>,
 }
 
-impl Window {
+impl ReplayWindow {
     /// Refuses a number that has come before, or is too old to tell.
     pub(super) fn check(&self, number: u64) -> Result<()> {
         if number >= self.next {
@@ -30,7 +30,7 @@ impl Window {
         Ok(())
     }
 
-    /// Notes a number that [`Window::check`] let pass.
+    /// Notes a number that [`ReplayWindow::check`] let pass.
     pub(super) fn mark(&mut self, number: u64) {
         self.words.resize((BITS / WORD) as usize, 0);
         if number >= self.next {
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn any_order_is_taken_once() {
-        let mut window = Window::default();
+        let mut window = ReplayWindow::default();
         for number in [5, 0, 3, 1, 2, 4, 63, 64, 65, BITS - 1] {
             assert!(window.check(number).is_ok(), "{number}");
             window.mark(number);
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn what_is_too_old_is_refused_and_its_place_used_again() {
-        let mut window = Window::default();
+        let mut window = ReplayWindow::default();
         window.mark(0);
         window.mark(BITS);
         assert!(window.check(0).is_err() && window.check(1).is_ok());
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn it_agrees_with_a_set() {
-        let (mut window, mut set, mut random) = (Window::default(), BTreeSet::new(), 7u64);
+        let (mut window, mut set, mut random) = (ReplayWindow::default(), BTreeSet::new(), 7u64);
         let mut at = 0u64;
         for _ in 0..200_000 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -6,7 +6,8 @@ use std::iter;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::{HELD, Kind, Part, Setting, of};
+use super::parse::is_given;
+use super::{Component, NESTED, Setting, ValueKind, of};
 use crate::error::{Error, Result};
 
 /// How alike two words must be to be taken for one another, by Jaro and Winkler: "lease" and "lease_ms" have 0.93,
@@ -32,17 +33,17 @@ pub(super) fn unknown(place: &str, key: &str, known: &[&str]) -> Error {
 }
 
 impl Setting {
-    /// What is expected, for errors.
+    /// The expected values, for errors.
     fn expected(&self) -> String {
         match self.kind {
-            Kind::Text => "a text that is not empty".to_owned(),
-            Kind::Path => "a path".to_owned(),
-            Kind::Flag => "true or false".to_owned(),
-            Kind::Whole(low, high) if self.unit.is_empty() => format!("a whole number from {low} to {high}"),
-            Kind::Whole(low, high) => format!("a whole number from {low} to {high} ({})", self.unit),
-            Kind::Choice(choices) => format!("one of {}", choices.join(", ")),
-            Kind::Ucx => "a map of UCX settings such as {\"TLS\": \"tcp\"}".to_owned(),
-            Kind::Other(what) => format!("a {what}"),
+            ValueKind::Text => "a text that is not empty".to_owned(),
+            ValueKind::Path => "a path".to_owned(),
+            ValueKind::Flag => "true or false".to_owned(),
+            ValueKind::Whole(low, high) if self.unit.is_empty() => format!("a whole number from {low} to {high}"),
+            ValueKind::Whole(low, high) => format!("a whole number from {low} to {high} ({})", self.unit),
+            ValueKind::Choice(choices) => format!("one of {}", choices.join(", ")),
+            ValueKind::Ucx => "a map of UCX settings such as {\"TLS\": \"tcp\"}".to_owned(),
+            ValueKind::Other(what) => format!("a {what}"),
         }
     }
 
@@ -56,13 +57,13 @@ impl Setting {
     /// [`crate::ErrorKind::InvalidArgument`] with the name, the value and what was expected.
     pub(super) fn checked(&self, name: &str, value: &Value) -> Result<Value> {
         let fits = match self.kind {
-            Kind::Text => value.as_str().is_some_and(|text| !text.is_empty()),
-            Kind::Path => value.is_string(),
-            Kind::Flag => value.is_boolean(),
-            Kind::Whole(low, high) => value.as_u64().is_some_and(|number| (low..=high).contains(&number)),
-            Kind::Choice(choices) => value.as_str().is_some_and(|text| choices.contains(&text)),
-            Kind::Ucx => return self.ucx(name, value),
-            Kind::Other(_) => true,
+            ValueKind::Text => value.as_str().is_some_and(|text| !text.is_empty()),
+            ValueKind::Path => value.is_string(),
+            ValueKind::Flag => value.is_boolean(),
+            ValueKind::Whole(low, high) => value.as_u64().is_some_and(|number| (low..=high).contains(&number)),
+            ValueKind::Choice(choices) => value.as_str().is_some_and(|text| choices.contains(&text)),
+            ValueKind::Ucx => return self.ucx(name, value),
+            ValueKind::Other(_) => true,
         };
         if fits { Ok(value.clone()) } else { Err(self.refused(name, value)) }
     }
@@ -101,39 +102,55 @@ impl Setting {
         Ok(Value::Object(settings))
     }
 
-    /// The value in the environment, if the variable is set and not empty.
+    /// The value in `given`, if there is one, and the name that it stands under. `place` names the map in errors.
     ///
     /// # Errors
     /// As [`Setting::checked`].
-    pub(super) fn in_environment(&self, get: impl Fn(&str) -> Option<OsString>) -> Result<Option<Value>> {
-        let Some(variable) = self.variable() else { return Ok(None) };
-        let Some(text) = get(&variable).filter(|text| !text.is_empty()) else { return Ok(None) };
+    pub(super) fn in_map(&self, place: &str, given: &Map<String, Value>) -> Result<Option<(&'static str, Value)>> {
+        let value_of = |name| Some((name, given.get(name).filter(|value| is_given(self, value))?));
+        let Some((name, value)) = self.names().find_map(value_of) else { return Ok(None) };
+        Ok(Some((name, self.checked(&format!("{place}: {name}"), value)?)))
+    }
+
+    /// The value in the environment, if a variable is set and not empty, and the name that the variable is of.
+    ///
+    /// # Errors
+    /// As [`Setting::checked`].
+    pub(super) fn in_environment(
+        &self,
+        get: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Option<(&'static str, Value)>> {
+        let text_of = |key| {
+            let variable = self.variable_of(key)?;
+            Some((key, get(&variable).filter(|text| !text.is_empty())?, variable))
+        };
+        let Some((key, text, variable)) = self.names().find_map(text_of) else { return Ok(None) };
         let name = format!("the environment variable {variable}");
         let text =
             text.into_string().map_err(|text| Error::invalid(format!("{name} is not UTF-8: {}", text.display())))?;
         let value = match self.kind {
-            Kind::Whole(..) => text.parse::<u64>().map_or(Value::String(text), Value::from),
-            Kind::Flag => match text.to_ascii_lowercase().as_str() {
+            ValueKind::Whole(..) => text.parse::<u64>().map_or(Value::String(text), Value::from),
+            ValueKind::Flag => match text.to_ascii_lowercase().as_str() {
                 "true" | "1" | "yes" | "y" | "on" => Value::Bool(true),
                 "false" | "0" | "no" | "n" | "off" => Value::Bool(false),
                 _ => Value::String(text),
             },
             _ => Value::String(text),
         };
-        self.checked(&name, &value).map(Some)
+        Ok(Some((key, self.checked(&name, &value)?)))
     }
 }
 
-/// Checks a configuration that a Rust program filled in by hand: the numbers of `part` against the table.
+/// Checks a configuration that a Rust program filled in by hand. Compares the numbers of `part` with the table.
 ///
 /// # Errors
 /// [`crate::ErrorKind::InvalidArgument`] for the first key with a number that is out of its range.
-pub fn check<T: Serialize>(part: Part, config: &T) -> Result<()> {
+pub fn check<T: Serialize>(part: Component, config: &T) -> Result<()> {
     let tree = serde_json::to_value(config)
         .map_err(|e| Error::invalid(format!("the {} configuration cannot be looked at: {e}", part.name())))?;
-    let held = HELD.iter().filter_map(|field| tree.get(field));
+    let held = NESTED.iter().filter_map(|field| tree.get(field));
     for fields in iter::once(&tree).chain(held) {
-        for setting in of(part).filter(|setting| matches!(setting.kind, Kind::Whole(..))) {
+        for setting in of(part).filter(|setting| matches!(setting.kind, ValueKind::Whole(..))) {
             if let Some(value) = fields.get(setting.key).filter(|value| !value.is_null()) {
                 setting.checked(setting.key, value)?;
             }

@@ -16,17 +16,17 @@ mod table;
 mod units;
 
 pub use check::check;
-pub use describe::{Described, Description, Unknown, describe, describe_all};
+pub use describe::{DescribedSetting, SettingsDescription, UnknownVariable, describe, describe_all};
 pub use parse::{defaults, parse_config};
 pub use table::{DEVELOPMENT, TABLE};
 pub use units::{micros, millis};
 
 /// The fields of a worker's configuration that are configurations themselves, and take their keys of the same map.
-const HELD: [&str; 2] = ["agent", "machine"];
+const NESTED: [&str; 2] = ["agent", "machine"];
 
-/// What is configured.
+/// A part of kvferry that is configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum Component {
     /// An agent.
     Agent,
     /// A worker.
@@ -37,27 +37,27 @@ pub enum Part {
     Listener,
     /// An aggregator.
     Aggregator,
-    /// vLLM's connector, which looks at these keys itself.
+    /// vLLM's connector, which reads these keys itself.
     Connector,
 }
 
-impl Part {
+impl Component {
     /// The name in errors and descriptions.
     pub fn name(self) -> &'static str {
         match self {
-            Part::Agent => "agent",
-            Part::Worker => "worker",
-            Part::Scheduler => "scheduler",
-            Part::Listener => "listener",
-            Part::Aggregator => "aggregator",
-            Part::Connector => "connector",
+            Component::Agent => "agent",
+            Component::Worker => "worker",
+            Component::Scheduler => "scheduler",
+            Component::Listener => "listener",
+            Component::Aggregator => "aggregator",
+            Component::Connector => "connector",
         }
     }
 }
 
 /// Which values a key takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ValueKind {
     /// A text that is not empty.
     Text,
     /// A path; an empty one means none, whatever the environment says.
@@ -74,9 +74,9 @@ pub enum Kind {
     Other(&'static str),
 }
 
-/// What holds where neither a caller nor the environment says anything.
+/// The value of a key that neither a caller nor the environment gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Default {
+pub enum DefaultValue {
     /// It must be given.
     Required,
     /// This flag.
@@ -91,13 +91,13 @@ pub enum Default {
     Absent(&'static str),
 }
 
-/// Who sets a key.
+/// The party that sets a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Giver {
-    /// Whoever runs the engine: in vLLM's `kv_connector_extra_config`, by the environment variable, or through the
+pub enum SetBy {
+    /// The operator of the engine: in vLLM's `kv_connector_extra_config`, by the environment variable, or through the
     /// program.
     Operator,
-    /// As [`Giver::Operator`], but there is no variable.
+    /// As [`SetBy::Operator`], but there is no variable.
     OperatorWithoutVariable,
     /// The program, which knows what it is: vLLM's connector sets it.
     Program,
@@ -111,32 +111,49 @@ pub struct Setting {
     /// The key in maps; `KVFERRY_` and the key in capitals is the environment variable.
     pub key: &'static str,
     /// Whose configuration it is in. None for what only an environment variable sets.
-    pub parts: &'static [Part],
-    /// Who sets it.
-    pub giver: Giver,
+    pub parts: &'static [Component],
+    /// The party that sets it.
+    pub giver: SetBy,
     /// Which values it takes.
-    pub kind: Kind,
-    /// Of numbers; empty for a bare number.
+    pub kind: ValueKind,
+    /// The unit of a number; empty for a bare one.
     pub unit: &'static str,
-    /// What holds otherwise.
-    pub default: Default,
-    /// What it means: sentences.
+    /// The value where none is given.
+    pub default: DefaultValue,
+    /// Its meaning: sentences.
     pub help: &'static str,
-    /// Whether the variable is read where the value is used, and not when a configuration is parsed.
+    /// True if the variable is read where the value is used. Else it is read when a configuration is parsed.
     pub read_late: bool,
     /// True for a key that has no effect and is accepted with a warning.
     pub is_retired: bool,
+    /// The key's earlier name, which is accepted with a warning.
+    pub former: Option<&'static str>,
 }
 
 impl Setting {
     /// The environment variable that sets the key, if one does.
     pub fn variable(&self) -> Option<String> {
-        matches!(self.giver, Giver::Operator | Giver::Environment)
-            .then(|| format!("KVFERRY_{}", self.key.to_ascii_uppercase()))
+        self.variable_of(self.key)
+    }
+
+    /// The environment variable of `name`, one of [`Setting::names`].
+    fn variable_of(&self, name: &str) -> Option<String> {
+        matches!(self.giver, SetBy::Operator | SetBy::Environment)
+            .then(|| format!("KVFERRY_{}", name.to_ascii_uppercase()))
+    }
+
+    /// The environment variables that set the key: its own, then that of its earlier name.
+    pub fn variables(&self) -> impl Iterator<Item = String> {
+        self.names().filter_map(|name| self.variable_of(name))
+    }
+
+    /// The key, then its earlier name.
+    fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
+        std::iter::once(self.key).chain(self.former)
     }
 }
 
 /// The keys of `part`.
-pub fn of(part: Part) -> impl Iterator<Item = &'static Setting> {
+pub fn of(part: Component) -> impl Iterator<Item = &'static Setting> {
     TABLE.iter().filter(move |setting| setting.parts.contains(&part))
 }

@@ -7,28 +7,28 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::check::unknown;
-use super::{Default, HELD, Kind, Part, Setting, of};
+use super::{Component, DefaultValue, NESTED, Setting, ValueKind, of};
 use crate::error::{Error, Result};
 
 /// The largest configuration accepted, in bytes.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Decodes the configuration of `part`, checks it, and fills in what is not given, from the environment and then from
-/// the table's defaults. No bytes are an empty map.
+/// Decodes and checks the configuration of `part`, and completes it. Missing values come from the environment and
+/// then from the table's defaults. No bytes are an empty map.
 ///
 /// # Errors
 /// [`crate::ErrorKind::InvalidArgument`] naming the key or the environment variable, what was found and what was
 /// expected; for an unknown key the nearest known one.
-pub fn parse_config<T: DeserializeOwned>(part: Part, msgpack: &[u8]) -> Result<T> {
+pub fn parse_config<T: DeserializeOwned>(part: Component, msgpack: &[u8]) -> Result<T> {
     let place = format!("the {} configuration", part.name());
     let given = given(&place, msgpack)?;
     let warn = |text: String| log::warn!("{text}");
     read(part, complete(part, &place, given, |variable| std::env::var_os(variable), warn)?)
 }
 
-/// The configuration of `part` with `required` and every other key at its default, whatever the environment says.
+/// The configuration of `part` with `required` and every other key at its default. The environment is ignored.
 #[must_use]
-pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -> T {
+pub fn defaults<T: DeserializeOwned>(part: Component, required: Map<String, Value>) -> T {
     let completed = complete(part, "the defaults", required, |_| None, |_| {}).and_then(|values| read(part, values));
     // Nothing of it comes from outside, and `cargo test --test tree settings` reads the defaults of every part.
     #[allow(clippy::expect_used)]
@@ -36,14 +36,14 @@ pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -
 }
 
 /// The values, which are complete, as the fields of a configuration.
-fn read<T: DeserializeOwned>(part: Part, mut values: Map<String, Value>) -> Result<T> {
-    if part == Part::Worker {
+fn read<T: DeserializeOwned>(part: Component, mut values: Map<String, Value>) -> Result<T> {
+    if part == Component::Worker {
         let mut held = values.clone();
         // No worker is told the keys that are an agent's alone.
-        for setting in of(Part::Agent).filter(|setting| !setting.parts.contains(&part)) {
+        for setting in of(Component::Agent).filter(|setting| !setting.parts.contains(&part)) {
             held.extend(default_value(setting).map(|default| (setting.key.to_owned(), default)));
         }
-        values.extend(HELD.map(|field| (field.to_owned(), Value::Object(held.clone()))));
+        values.extend(NESTED.map(|field| (field.to_owned(), Value::Object(held.clone()))));
     }
     serde_path_to_error::deserialize(Value::Object(values)).map_err(|e| {
         let path = e.path().to_string();
@@ -71,44 +71,50 @@ pub(super) fn given(place: &str, msgpack: &[u8]) -> Result<Map<String, Value>> {
     }
 }
 
-/// Whether a caller has given a value: nil means the default, except where nil is a value.
+/// True if a caller has given a value: nil means the default, except where nil is a value.
 pub(super) fn is_given(setting: &Setting, value: &Value) -> bool {
-    !value.is_null() || matches!(setting.kind, Kind::Other(_))
+    !value.is_null() || matches!(setting.kind, ValueKind::Other(_))
 }
 
 /// The default as a value, if there is one.
 pub(super) fn default_value(setting: &Setting) -> Option<Value> {
     match setting.default {
-        Default::Required | Default::Absent(_) => None,
-        Default::Flag(yes) => Some(Value::Bool(yes)),
-        Default::Number(number) => Some(Value::from(number)),
-        Default::Text(text) => Some(Value::from(text)),
-        Default::Empty if setting.kind == Kind::Ucx => Some(Value::Object(Map::new())),
-        Default::Empty => Some(Value::Array(Vec::new())),
+        DefaultValue::Required | DefaultValue::Absent(_) => None,
+        DefaultValue::Flag(yes) => Some(Value::Bool(yes)),
+        DefaultValue::Number(number) => Some(Value::from(number)),
+        DefaultValue::Text(text) => Some(Value::from(text)),
+        DefaultValue::Empty if setting.kind == ValueKind::Ucx => Some(Value::Object(Map::new())),
+        DefaultValue::Empty => Some(Value::Array(Vec::new())),
     }
 }
 
 /// `given` with everything else that `part` has, and without what has no effect, which `warn` is told of.
 fn complete(
-    part: Part,
+    part: Component,
     place: &str,
     given: Map<String, Value>,
     environment: impl Fn(&str) -> Option<OsString>,
     mut warn: impl FnMut(String),
 ) -> Result<Map<String, Value>> {
     for key in given.keys() {
-        if !of(part).any(|setting| setting.key == key) {
+        if !of(part).any(|setting| setting.names().any(|name| name == key)) {
             return Err(unknown(place, key, &of(part).map(|setting| setting.key).collect::<Vec<_>>()));
         }
     }
     let mut complete = Map::new();
     for setting in of(part) {
-        let value = match given.get(setting.key).filter(|value| is_given(setting, value)) {
-            Some(value) => Some(setting.checked(&format!("{place}: {}", setting.key), value)?),
+        let found = match setting.in_map(place, &given)? {
             // Where the variable is read later, an error of the value says that it came from there.
-            None if setting.read_late => None,
-            None => setting.in_environment(&environment)?.or_else(|| default_value(setting)),
+            None if !setting.read_late => setting.in_environment(&environment)?,
+            found => found,
         };
+        let is_found =
+            |former: &&str| given.contains_key(*former) || found.as_ref().is_some_and(|(name, _)| name == former);
+        if let Some(former) = setting.former.filter(is_found) {
+            let key = setting.key;
+            warn(format!("{place}: {former}, or its environment variable, is called {key} now; rename it"));
+        }
+        let value = found.map(|(_, value)| value).or_else(|| default_value(setting));
         if setting.is_retired {
             if value.is_some() {
                 warn(format!("{place}: {}, or its environment variable, has no effect; leave it out", setting.key));
@@ -127,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    fn completed(part: Part, given: Value, environment: &[(&str, &str)]) -> Result<Map<String, Value>> {
+    fn completed(part: Component, given: Value, environment: &[(&str, &str)]) -> Result<Map<String, Value>> {
         let look = |name: &str| environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
         complete(part, "the configuration", given.as_object().unwrap().clone(), look, |text| panic!("{text}"))
     }
@@ -141,7 +147,7 @@ mod tests {
             (json!({"streams": null}), "", 0),
             (json!({}), "", 0),
         ] {
-            for part in [Part::Agent, Part::Worker] {
+            for part in [Component::Agent, Component::Worker] {
                 let look = |name: &str| (name == "KVFERRY_STREAMS").then(|| variable.into());
                 let mut warnings = Vec::new();
                 let given = given.as_object().unwrap().clone();
@@ -154,28 +160,56 @@ mod tests {
             }
         }
         assert!(
-            completed(Part::Agent, json!({"streams": "perhaps"}), &[]).unwrap_err().message().contains("true or false")
+            completed(Component::Agent, json!({"streams": "perhaps"}), &[])
+                .unwrap_err()
+                .message()
+                .contains("true or false")
         );
+    }
+
+    #[test]
+    fn a_former_name_is_taken_with_one_warning() {
+        for (given, variable, expected) in [
+            (json!({"rehearse": false}), "", (false, 1)),
+            (json!({}), "no", (false, 1)),
+            (json!({"warm_up": true}), "no", (true, 0)),
+            (json!({"rehearse": false, "warm_up": true}), "", (true, 1)),
+            (json!({}), "", (true, 0)),
+        ] {
+            for part in [Component::Agent, Component::Worker] {
+                let look = |name: &str| (name == "KVFERRY_REHEARSE").then(|| variable.into());
+                let mut warnings = Vec::new();
+                let given = given.as_object().unwrap().clone();
+                let got = complete(part, "the configuration", given, look, |text| warnings.push(text)).unwrap();
+                assert_eq!((got.get("warm_up"), got.get("rehearse")), (Some(&json!(expected.0)), None));
+                assert_eq!(warnings.len(), expected.1, "{warnings:?}");
+                assert!(
+                    warnings.iter().all(|text| text.contains("rehearse, or") && text.contains("called warm_up now"))
+                );
+            }
+        }
+        let error = completed(Component::Agent, json!({"rehearse": 1}), &[]).unwrap_err();
+        assert!(error.message().contains("rehearse must be true or false"), "{error}");
     }
 
     #[test]
     fn given_beats_the_environment_which_beats_the_default() {
         let environment = [("KVFERRY_LEASE_MS", "5000"), ("KVFERRY_PORT", "7000"), ("KVFERRY_ADVERTISE_LOCAL", "yes")];
-        let got = completed(Part::Scheduler, json!({"port": 1, "host": null}), &environment).unwrap();
+        let got = completed(Component::Scheduler, json!({"port": 1, "host": null}), &environment).unwrap();
         let values = |key: &str| got.get(key).cloned();
         assert_eq!(values("port"), Some(json!(1)));
         assert_eq!(values("lease_ms"), Some(json!(5000)));
         assert_eq!(values("advertise_local"), Some(json!(true)));
         assert_eq!(values("null_block"), Some(json!(0)));
         assert_eq!((values("host"), values("key_file"), values("engine_id")), (None, None, None));
-        let nil = completed(Part::Scheduler, json!({"null_block": null}), &[]).unwrap();
+        let nil = completed(Component::Scheduler, json!({"null_block": null}), &[]).unwrap();
         assert_eq!(nil.get("null_block"), Some(&Value::Null));
     }
 
     #[test]
     fn what_is_read_later_is_left_to_it_and_what_the_program_sets_has_no_variable() {
         let environment = [("KVFERRY_UCX_LIB", "/x"), ("KVFERRY_KEY_FILE", "/k"), ("KVFERRY_TP_SIZE", "x")];
-        let got = completed(Part::Worker, json!({"ucx_lib": "/y"}), &environment).unwrap();
+        let got = completed(Component::Worker, json!({"ucx_lib": "/y"}), &environment).unwrap();
         assert_eq!(got.get("ucx_lib"), Some(&json!("/y")));
         assert_eq!(got.get("key_file"), None);
         assert_eq!(got.get("tp_size"), Some(&json!(1)));
@@ -198,7 +232,7 @@ mod tests {
             (json!({}), &[("KVFERRY_ADVERTISE_LOCAL", "maybe")], "must be true or false, not \"maybe\""),
         ];
         for (given, environment, expected) in mistakes {
-            let error = completed(Part::Scheduler, given.clone(), environment).unwrap_err();
+            let error = completed(Component::Scheduler, given.clone(), environment).unwrap_err();
             assert!(error.message().contains(expected), "{given}: {error}");
         }
         let mistakes = [
@@ -209,12 +243,13 @@ mod tests {
             (json!("{\"TLS\": [\"tcp\"]}"), "\"TLS\" must be a text, a number, true or false"),
         ];
         for (given, expected) in mistakes {
-            let error = completed(Part::Worker, json!({"ucx": given}), &[]).unwrap_err();
+            let error = completed(Component::Worker, json!({"ucx": given}), &[]).unwrap_err();
             assert!(error.message().contains(expected), "{error}");
         }
-        let got = completed(Part::Worker, json!({"ucx": {"A": true, "B": 8192, "C": "c"}}), &[]).unwrap();
+        let got = completed(Component::Worker, json!({"ucx": {"A": true, "B": 8192, "C": "c"}}), &[]).unwrap();
         assert_eq!(got.get("ucx"), Some(&json!({"A": "y", "B": "8192", "C": "c"})));
-        let text = completed(Part::Agent, json!({"ucx": " {\"A\": true, \"B\": 8192, \"C\": \"c\"}"}), &[]).unwrap();
+        let text =
+            completed(Component::Agent, json!({"ucx": " {\"A\": true, \"B\": 8192, \"C\": \"c\"}"}), &[]).unwrap();
         assert_eq!(text.get("ucx"), got.get("ucx"));
     }
 }

@@ -1,28 +1,28 @@
 //! The table of keys.
 
-use super::Default::{Absent, Empty, Flag as Is, Number, Required, Text as Name};
-use super::Giver::{Environment, Operator, OperatorWithoutVariable, Program};
-use super::Kind::{Choice, Flag, Other, Path, Text, Ucx, Whole};
-use super::Part::{self, Agent, Aggregator, Connector, Listener, Scheduler, Worker};
-use super::{Default, Giver, Kind, Setting};
+use super::Component::{self, Agent, Aggregator, Connector, Listener, Scheduler, Worker};
+use super::DefaultValue::{Absent, Empty, Flag as Is, Number, Required, Text as Name};
+use super::SetBy::{Environment, Operator, OperatorWithoutVariable, Program};
+use super::ValueKind::{Choice, Flag, Other, Path, Text, Ucx, Whole};
+use super::{DefaultValue, SetBy, Setting, ValueKind};
 use crate::proto::plan::GATHER_BELOW;
 
 const DAY_MS: u64 = 24 * 3600 * 1000;
-const DURATION: Kind = Whole(1, DAY_MS);
+const DURATION: ValueKind = Whole(1, DAY_MS);
 /// A bound that no memory reaches.
 const BYTES: u64 = 1 << 48;
-const SIZE: Kind = Whole(1, 65_536);
+const SIZE: ValueKind = Whole(1, 65_536);
 
 const fn row(
-    giver: Giver,
+    giver: SetBy,
     key: &'static str,
-    parts: &'static [Part],
-    kind: Kind,
+    parts: &'static [Component],
+    kind: ValueKind,
     unit: &'static str,
-    default: Default,
+    default: DefaultValue,
     help: &'static str,
 ) -> Setting {
-    Setting { key, parts, giver, kind, unit, default, help, read_late: false, is_retired: false }
+    Setting { key, parts, giver, kind, unit, default, help, read_late: false, is_retired: false, former: None }
 }
 
 const fn late(setting: Setting) -> Setting {
@@ -31,6 +31,11 @@ const fn late(setting: Setting) -> Setting {
 
 const fn retired(setting: Setting) -> Setting {
     Setting { is_retired: true, ..setting }
+}
+
+/// A key that was called `former`.
+const fn renamed(former: &'static str, setting: Setting) -> Setting {
+    Setting { former: Some(former), ..setting }
 }
 
 /// Every key, in the order in which people are shown them.
@@ -121,11 +126,12 @@ pub const TABLE: &[Setting] = &[
          prefill that is under way."),
     row(Operator, "await_timeout_ms", &[Worker], DURATION, "ms", Number(600_000),
         "How long a request that both engines were asked for at once awaits a prefill of which the prefill engine has said nothing. \
-         It says nothing of a prefill before its end where that waits in its queue, is shorter than `portion_tokens`, or goes through \
-         a host buffer. With `portion_tokens` 0, `hold_timeout_ms` is the limit."),
-    row(Operator, "portion_tokens", &[Worker], Whole(0, 1 << 20), "tokens", Number(256),
-        "Of prompts that both engines were asked for at once: from how many written tokens on a portion of the cache is read while \
-         the prefill engine still computes the rest. Prompts with fewer tokens to load are read whole. 0: nothing is read before the prefill is over."),
+         It says nothing of a prefill before its end where that waits in its queue, is shorter than `chunk_tokens`, or goes through \
+         a host buffer. With `chunk_tokens` 0, `hold_timeout_ms` is the limit."),
+    renamed("portion_tokens", row(Operator, "chunk_tokens", &[Worker], Whole(0, 1 << 20), "tokens", Number(256),
+        "The decode engine reads a chunk of the cache whenever the prefill engine has written so many more tokens, for prompts that \
+         both engines were asked for at once. Prompts with fewer tokens to load are read whole. 0: nothing is read before the end \
+         of the prefill.")),
     row(Operator, "peer_ttl_ms", &[Worker], DURATION, "ms", Number(600_000),
         "A peer that no request has used for so long is disconnected."),
     row(Operator, "early_message_ms", &[Worker], DURATION, "ms", Number(30_000),
@@ -139,9 +145,9 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "device_copies", &[Agent, Worker], Flag, "", Is(true),
         "On the side that starts a transfer: map device memory of a peer on the same host and have the device copy it, many blocks \
          at a time. Else UCX moves it, block by block; memory of several allocations, and what UCX refuses, goes by messages."),
-    row(Operator, "rehearse", &[Agent, Worker], Flag, "", Is(true),
-        "Connect to a stand-in within the process at the start, so that first contact with a peer of this host does not wait \
-         for UCX to weigh its protocols."),
+    renamed("rehearse", row(Operator, "warm_up", &[Agent, Worker], Flag, "", Is(true),
+        "Connect to a worker of the own process at the start, so that the first connection to a peer of this host does not wait \
+         for UCX to choose its protocols.")),
     row(Operator, "telemetry", &[Agent, Worker], Flag, "", Is(true),
         "Whether anything is counted, for vLLM's log line and metrics and for the stats of hosts."),
     row(Operator, "metrics_file", &[Agent], Path, "", Absent("no file"),
@@ -194,7 +200,7 @@ pub const TABLE: &[Setting] = &[
          accept without comparing its interface.")),
 ];
 
-/// Variables for building and testing, which no engine looks at. Those that end with `_` are prefixes.
+/// Variables for building and testing, which no engine reads. Those that end with `_` are prefixes.
 #[rustfmt::skip]
 pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_PYTHON", "The Python that `scripts/setup` makes environments from, and that a build asks for libclang and \

@@ -1,4 +1,4 @@
-//! Whether a process has ended.
+//! Tells if a process has ended.
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open, test_kill_process};
 
 use super::thread::wait_readable;
 
-/// Whether there is no process of this number, or one that has ended and that its parent has yet to look at. `false` where that
-/// cannot be told.
+/// True if no process has this number, or one that has ended and waits to be reaped. `false` where that cannot be
+/// told.
 ///
 /// Not asked of `/proc`, which hides the processes of other users where it is mounted with `hidepid`.
 pub fn has_ended(pid: u32) -> bool {

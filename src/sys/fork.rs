@@ -94,13 +94,13 @@ pub struct PerProcess<T: 'static> {
 struct Own<T: 'static> {
     process: u32,
     value: T,
-    /// Of the process from which this one was forked. Neither used nor freed: its threads were doing anything with it.
+    /// The value of the process from which this one was forked. Neither used nor freed: its threads were doing anything with it.
     _earlier: Option<&'static Own<T>>,
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
-    /// Has `make` make each process's value at its first use, from the value of the process that it was forked from. That one
-    /// must not be locked.
+    /// A value that `make` makes for each process at its first use. It gets the value of the process that it was
+    /// forked from. That one must not be locked.
     pub const fn new(make: fn(Option<&T>) -> T) -> Self {
         PerProcess { current: AtomicPtr::new(ptr::null_mut()), make }
     }

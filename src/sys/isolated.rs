@@ -13,7 +13,7 @@ pub enum Gone {
     Broken,
 }
 
-/// A value for one thread at a time, whose parts may share each other (`Rc`), which [`Mutex`] alone does not allow.
+/// A value for one thread at a time, whose parts may share each other (`Rc`). [`Mutex`] alone does not allow that.
 ///
 /// It is made of what may go from thread to thread, and lent only to functions that take and return such things, so none
 /// of its parts is ever shared with anything outside. What the compiler cannot see remains: the value must not put parts

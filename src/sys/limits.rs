@@ -1,6 +1,6 @@
-//! What the system lets a process have: open files, threads, shared memory.
+//! Limits that the system sets a process: open files, threads, shared memory.
 //!
-//! UCX ends the process, or never returns, where it gets too little of these. So they are looked at first.
+//! UCX ends the process, or never returns, where it gets too little of these. So they are checked first.
 
 use std::sync::mpsc::channel;
 
@@ -17,7 +17,8 @@ const SHARED_MEMORY: &str = "/dev/shm";
 /// use, and there are programs that walk through all numbers below the limit.
 const OPEN_FILES: u64 = 1 << 16;
 
-/// Raises the soft limit on open files towards the hard one; returns what it is now, `None` for any number. Never lowers it.
+/// Raises the soft limit on open files towards the hard one. Returns the new limit, `None` for any number. Never
+/// lowers it.
 pub fn raise_open_files() -> Option<u64> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let wanted = maximum.map_or(OPEN_FILES, |maximum| maximum.min(OPEN_FILES));
@@ -63,7 +64,7 @@ pub fn check_descriptors(needed: u64) -> Result<()> {
     ))
 }
 
-/// Checks that the process can start `needed` more threads, by starting as many and ending them.
+/// Checks that the process can start `needed` more threads. It starts as many and ends them.
 ///
 /// # Errors
 /// [`ErrorKind::Exhausted`], naming the limits.

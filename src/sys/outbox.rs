@@ -21,7 +21,7 @@ unsafe impl Send for Outbox {}
 impl Outbox {
     /// Flags and length. An outbox of this size takes no report, and its second flag works.
     pub const HEAD: usize = 16;
-    /// What its address must be a multiple of.
+    /// The alignment of its address.
     pub const ALIGN: usize = align_of::<u64>();
     const LEN_AT: usize = 8;
 
@@ -64,7 +64,7 @@ impl Outbox {
         true
     }
 
-    /// Whether a report waits.
+    /// True if a report waits.
     pub fn is_full(&self) -> bool {
         self.full().load(Ordering::Acquire) != 0
     }

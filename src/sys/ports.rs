@@ -1,4 +1,4 @@
-//! TCP ports of this process: which are free, who listens at one, and which connections of strangers it has.
+//! TCP ports of this process: which are free, which sockets listen, and which connections of strangers a socket has.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -22,7 +22,7 @@ fn take(ip: IpAddr, port: u16) -> rustix::io::Result<(OwnedFd, u16)> {
     Ok((socket, bound))
 }
 
-/// Whether nobody has the port at the address, or the address cannot be bound at all.
+/// True if nobody has the port at the address, or the address cannot be bound at all.
 fn is_free(ip: IpAddr, port: u16) -> bool {
     !matches!(take(ip, port), Err(Errno::ADDRINUSE))
 }
@@ -59,14 +59,14 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Whether the socket is still open and listens there.
+    /// True if the socket is still open and listens there.
     pub fn is_open(&self) -> bool {
         // SAFETY: the descriptor is only asked what it is; where it is closed or somebody else's, the answer says so.
         let descriptor = unsafe { BorrowedFd::borrow_raw(self.descriptor) };
         listens(descriptor) && address_of(descriptor) == Some(self.address)
     }
 
-    /// The descriptor's number kept from being used again, once the socket is closed; `None` where somebody has it.
+    /// Keeps the closed socket's descriptor number from being used again. `None` where somebody has it.
     pub fn occupy(&self) -> Option<OwnedFd> {
         let nothing = std::fs::File::open("/dev/null").ok()?;
         // As the lowest that is free.
@@ -86,8 +86,8 @@ fn address_of(descriptor: impl AsFd) -> Option<SocketAddr> {
     SocketAddr::try_from(getsockname(descriptor).ok()?).ok()
 }
 
-/// The sockets of this process that have `port`, each by its number and as a descriptor of its own, so that it stays what it
-/// is while it is looked at.
+/// The sockets of this process that have `port`, each by its number and as a descriptor of its own, so that it stays the
+/// same while it is inspected.
 fn sockets_at(port: u16) -> impl Iterator<Item = (RawFd, OwnedFd, SocketAddr)> {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
     let numbers: Vec<RawFd> = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
@@ -120,7 +120,7 @@ pub fn end_silent(port: u16, heard: u64, patience: Duration) -> usize {
     silent.filter(|(_, socket, _)| shutdown(socket, Shutdown::Both).is_ok()).count()
 }
 
-/// Lets the connections to `port` end at once when they are closed, so that the port is free then.
+/// Makes connections to `port` end at once when they are closed, so that it is free.
 pub fn forget_at_close(port: u16) {
     for (_, socket, _) in sockets_at(port).filter(|(_, socket, _)| !listens(socket)) {
         let _ = sockopt::set_socket_linger(&socket, Some(Duration::ZERO));

@@ -31,8 +31,9 @@ pub struct ProcessPlace {
     witness: u64,
 }
 
-/// Words in this process's memory by which a peer that reads them knows that it reads this process, and that this process
-/// is the one that it talks to. One per connection; must live as long as the peer may read.
+/// Words in this process's memory that prove to a peer which process it is. A peer that reads them knows that it
+/// reads this process, and that this process is the one that it talks to. One per connection; must live as long as
+/// the peer may read.
 ///
 /// They are a magic number, this process's incarnation, that inverted, two words that the peer drew at random for the
 /// connection and has sent over it, and the peer's address as this process knows it, with its length. The peer knows its
@@ -41,10 +42,10 @@ pub struct ProcessPlace {
 #[derive(Debug)]
 pub struct Witness(Box<[AtomicU64]>);
 
-/// What is read with every copy: all up to the address.
+/// The words read with every copy: all up to the address.
 type Words = [u64; 5];
 
-/// What a peer draws for a connection.
+/// The random numbers that a peer draws for a connection.
 pub type Challenge = (u64, u64);
 
 /// Begins a witness, so that no other bytes of any process are taken for one.
@@ -57,7 +58,7 @@ impl Witness {
         Witness(words.map(AtomicU64::new).collect())
     }
 
-    /// Answers the peer's challenge, for all to see who read this process's memory.
+    /// Answers the peer's challenge, readable by every process that may read this one's memory.
     pub fn answer(&self, challenge: Challenge) {
         if let [_, _, _, first, second, ..] = &*self.0 {
             first.store(challenge.0, Ordering::Release);
@@ -72,7 +73,7 @@ impl Witness {
         }
     }
 
-    /// What to tell the peer, of this process, which is at `here`.
+    /// The place to tell the peer, of this process, which is at `here`.
     pub fn place(&self, here: &ProcessPlace) -> ProcessPlace {
         ProcessPlace { witness: self.0.as_ptr().expose_provenance() as u64, ..here.clone() }
     }
@@ -97,7 +98,7 @@ impl ProcessPlace {
         ProcessPlace { pid, ..self.clone() }
     }
 
-    /// Whether the two are on one host.
+    /// True if the two are on one host.
     pub fn shares_host_with(&self, other: &ProcessPlace) -> bool {
         self.host == other.host
     }
@@ -163,8 +164,8 @@ impl Batch {
         self.bytes
     }
 
-    /// Adds `len` bytes at `offset` of a registered range of host memory here and at address `remote` there. What follows the
-    /// piece before it on one side becomes part of that there: the kernel looks each piece's pages up by itself.
+    /// Adds `len` bytes at `offset` of a registered range here, and at address `remote` there. What follows the piece
+    /// before it on one side becomes part of that there: the kernel looks each piece's pages up by itself.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfRange`] when they leave the range or the address space, [`ErrorKind::InvalidArgument`] for
@@ -204,7 +205,7 @@ fn join(pieces: &mut Vec<libc::iovec>, piece: libc::iovec) {
     }
 }
 
-/// Whether all pages of a range of a process's addresses are in memory or swapped out: no look at it waits for anybody but the
+/// True if all pages of an address range are in memory or swapped out: no access to it waits for anybody but the
 /// kernel. `true` where that cannot be told.
 ///
 /// # Errors
@@ -252,8 +253,9 @@ pub struct Neighbour {
 }
 
 impl Neighbour {
-    /// The process at `place`, if it is on this host, in the same PID namespace, the kernel lets this process read it, and
-    /// its witness for the connection is the answer to `challenge` and names this process's address `own`.
+    /// Finds the process at `place`, if this one may read it. It is on this host, in the same PID namespace, the
+    /// kernel lets this process read it, and its witness for the connection is the answer to `challenge` and names
+    /// this process's address `own`.
     ///
     /// # Errors
     /// Where it is here but must not be read: what the kernel says, or that its witness is another's or has no answer (yet).
@@ -286,7 +288,7 @@ impl Neighbour {
         (self.pid, self.words[1])
     }
 
-    /// Whether the process is still the one that it was.
+    /// Fails unless the process is still the one that it was.
     ///
     /// # Errors
     /// [`ErrorKind::PeerDied`] when it is not.
@@ -294,7 +296,7 @@ impl Neighbour {
         self.read_checked(&mut Batch::default())
     }
 
-    /// As [`Neighbour::check`], for a caller that must not wait for a page that does not come.
+    /// As [`Neighbour::check`], for a caller that must not wait for a missing page.
     ///
     /// # Errors
     /// Likewise; [`ErrorKind::PeerDied`] also where the witness is not in the process's memory.

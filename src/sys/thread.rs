@@ -17,7 +17,7 @@ const FAULTS: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, lib
 /// threads that it makes itself or has UCX or CUDA make. The calling thread blocks them for the duration of this call.
 ///
 /// # Errors
-/// What the kernel says when it makes no thread.
+/// The kernel's error when it makes no thread.
 pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'static,
@@ -56,8 +56,8 @@ impl Drop for SignalsBlocked {
     }
 }
 
-/// Sleeps until the descriptor is readable, or closed, or the time is up; also earlier, when a signal comes. Returns whether
-/// it is.
+/// Sleeps until the descriptor is readable or closed, or the time is up. Also earlier, when a signal comes. Returns
+/// whether it is.
 pub fn wait_readable(descriptor: RawFd, limit: Duration) -> bool {
     let mut polled = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
     let limit = libc::timespec {
@@ -85,7 +85,7 @@ mod tests {
         assert!(wait_readable(near.as_raw_fd(), Duration::from_secs(3600)));
     }
 
-    /// What the calling thread blocks, a bit for each signal from 1 on.
+    /// The signals that the calling thread blocks, a bit for each signal from 1 on.
     fn blocked() -> u64 {
         let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
         let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();

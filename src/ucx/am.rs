@@ -1,5 +1,5 @@
-//! Active messages as they arrive: copied out of UCX's callback. One that is only announced (rendezvous) is refused: whoever
-//! reaches UCX's port could announce any number of large ones in a few bytes each, and no agent sends that way.
+//! Active messages as they arrive: copied out of UCX's callback. One that is only announced (rendezvous) is refused: anybody
+//! who reaches UCX's port could announce any number of large ones in a few bytes each, and no agent sends that way.
 
 use std::cell::Cell;
 use std::os::raw::c_void;
@@ -24,7 +24,7 @@ pub struct AmMessage {
 
 /// Takes the data of messages while it lies in UCX's own buffer.
 pub trait MessageSink {
-    /// Whether it took the data: then only the header is [delivered](super::Worker::poll_message). Called on the thread
+    /// True if it took the data: then only the header is [delivered](super::Worker::poll_message). Called on the thread
     /// that drives the worker, while UCX works: must not use UCX, wait or panic (a panic counts as not taken).
     fn take(&self, header: &[u8], data: &[u8]) -> bool;
 }
@@ -37,14 +37,14 @@ pub(super) struct Messages {
     refused: Cell<u64>,
 }
 
-/// What UCX hands to the callback: one per accepted id, alive as long as the UCX worker.
-pub(super) struct Slot {
+/// The argument that UCX hands to the callback: one per accepted id, alive as long as the UCX worker.
+pub(super) struct MessageSlot {
     messages: Rc<Messages>,
     id: u16,
     sink: Option<Rc<dyn MessageSink>>,
 }
 
-impl Slot {
+impl MessageSlot {
     pub(super) fn new(messages: &Rc<Messages>, id: u16, sink: Option<Rc<dyn MessageSink>>) -> Self {
         Self { messages: Rc::clone(messages), id, sink }
     }
@@ -87,7 +87,7 @@ pub(super) unsafe extern "C" fn on_message(
     param: *const ucp_am_recv_param_t,
 ) -> ucs_status_t {
     // SAFETY: `slot` is the argument given with the handler; it lives as long as the UCX worker.
-    let slot = unsafe { &*slot.cast::<Slot>() };
+    let slot = unsafe { &*slot.cast::<MessageSlot>() };
     let messages = &*slot.messages;
     // SAFETY: UCX passes valid parameters for the time of the callback.
     let announced = unsafe { (*param).recv_attr } & u64::from(ucx_sys::UCP_AM_RECV_ATTR_FLAG_RNDV.0) != 0;

@@ -17,7 +17,7 @@ pub const OLDEST: (u32, u32) = (1, 18);
 
 /// How the libucp in use was found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Source {
+pub enum LibrarySource {
     /// The caller named it.
     Configured,
     /// The environment variable KVFERRY_UCX_LIB named it.
@@ -32,7 +32,7 @@ pub enum Source {
     PythonPackage,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for LibrarySource {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Configured => "named by the program as ucx_lib",
@@ -45,8 +45,8 @@ impl fmt::Display for Source {
     }
 }
 
-impl Source {
-    /// Whether somebody named the file; nothing else is tried then.
+impl LibrarySource {
+    /// True if somebody named the file; nothing else is tried then.
     pub(super) fn is_named(self) -> bool {
         matches!(self, Self::Configured | Self::Environment)
     }
@@ -57,12 +57,12 @@ impl Source {
 pub struct LibraryInfo {
     /// Where it lies.
     pub path: PathBuf,
-    /// What it says its version is, for example `1.22.0`.
+    /// Its version, for example `1.22.0`.
     pub version: String,
     /// The version as major, minor, release.
     pub number: (u32, u32, u32),
     /// How it was found.
-    pub source: Source,
+    pub source: LibrarySource,
 }
 
 impl fmt::Display for LibraryInfo {
@@ -74,15 +74,15 @@ impl fmt::Display for LibraryInfo {
 /// A libucp that the search came by.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Candidate {
-    /// Its file; only its name where the dynamic linker was to find it and did not.
+    /// Its file. Only its name where the dynamic linker was to find it and did not.
     pub path: PathBuf,
     /// How the search came by it.
-    pub source: Source,
-    /// What became of it.
+    pub source: LibrarySource,
+    /// Chosen, refused or not tried.
     pub fate: Fate,
 }
 
-/// What became of a [`Candidate`].
+/// The fate of a [`Candidate`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Fate {
     /// It is the one in use.
@@ -102,16 +102,16 @@ pub enum Fate {
 }
 
 /// Why a candidate was not taken.
-pub(super) struct Refusal {
+pub(super) struct LibraryRefusal {
     pub(super) why: String,
     pub(super) version: Option<String>,
     /// Another UCX beside this one would disturb it, so the search ends.
     pub(super) in_the_way: bool,
 }
 
-impl Refusal {
-    pub(super) fn unusable(why: String) -> Refusal {
-        Refusal { why, version: None, in_the_way: false }
+impl LibraryRefusal {
+    pub(super) fn unusable(why: String) -> LibraryRefusal {
+        LibraryRefusal { why, version: None, in_the_way: false }
     }
 }
 
@@ -122,15 +122,15 @@ pub(super) struct Usable {
 }
 
 /// Opens one candidate and checks it.
-pub(super) fn take(path: &Path, source: Source) -> Result<Usable, Refusal> {
-    let unusable = Refusal::unusable;
+pub(super) fn take(path: &Path, source: LibrarySource) -> Result<Usable, LibraryRefusal> {
+    let unusable = LibraryRefusal::unusable;
     if source.is_named() {
         let kind = fs::metadata(path).map_err(|error| unusable(format!("{}: {error}", path.display())))?;
         if kind.is_dir() {
             return Err(unusable(format!("{} is a folder, expected the file libucp.so.0", path.display())));
         }
     }
-    let only_if_loaded = if source == Source::AlreadyLoaded { libc::RTLD_NOLOAD } else { 0 };
+    let only_if_loaded = if source == LibrarySource::AlreadyLoaded { libc::RTLD_NOLOAD } else { 0 };
     // SAFETY: opening runs the library's constructors. Those of UCX read the environment and install no
     // handlers by themselves; a foreign library under UCX's name is the user's own choice.
     let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL | only_if_loaded) }
@@ -161,7 +161,7 @@ pub(super) fn take(path: &Path, source: Source) -> Result<Usable, Refusal> {
             OLDEST.0
         );
         std::mem::forget(raw);
-        let in_the_way = source == Source::AlreadyLoaded;
+        let in_the_way = source == LibrarySource::AlreadyLoaded;
         let why = if in_the_way {
             format!(
                 "{why}; two UCX in one process disturb each other, so update the one that loads it, or name a \
@@ -170,7 +170,7 @@ pub(super) fn take(path: &Path, source: Source) -> Result<Usable, Refusal> {
         } else {
             why
         };
-        return Err(Refusal { why, version: Some(version), in_the_way });
+        return Err(LibraryRefusal { why, version: Some(version), in_the_way });
     }
     let info = LibraryInfo { path, version, number: (major, minor, release), source };
     Ok(Usable { raw, info })

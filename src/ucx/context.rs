@@ -15,17 +15,18 @@ use super::memory_kind::MemoryTypes;
 use super::print::printed;
 use super::status::{Status, UcxError};
 
-/// What a context is made from. The environment's `UCX_*` variables hold where nothing is set here.
+/// The configuration of a context. The environment's `UCX_*` variables hold where nothing is set here.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContextConfig {
     /// The transports to use, as in UCX_TLS: for example `tcp` or `posix,cma,tcp`.
     pub tls: Option<String>,
-    /// Further settings as (name, value), names as in UCX's documentation with or without the `UCX_` in front.
+    /// Further settings as (name, value). Names are those of UCX's documentation, with or without the `UCX_` in
+    /// front.
     pub settings: Vec<(String, String)>,
     /// As `settings`, but left out where this UCX does not know the name.
     pub if_known: Vec<(String, String)>,
-    /// Whether the context has messages only: no reads and writes of peers' memory, neither ours nor theirs. UCX then
-    /// does not serve those of a peer that emulates them by messages of its own.
+    /// True if the context has messages only. Then there are no reads and writes of peers' memory, neither ours nor
+    /// theirs. UCX then does not serve those of a peer that emulates them by messages of its own.
     pub messages_only: bool,
     /// Names the context in UCX's own logs and traces. May be empty; at most 31 bytes are kept.
     pub name: String,

@@ -1,4 +1,4 @@
-//! What UCX uses of a worker, of its endpoints and of their rkeys. They hold each other, and the operations under way hold
+//! The parts of a worker, its endpoints and their rkeys that UCX uses. They hold each other, and the operations under way hold
 //! them, so that each lives as long as UCX may use it.
 
 use std::cell::Cell;
@@ -14,32 +14,32 @@ use std::time::{Duration, Instant};
 
 use ucx_sys::{Ucp, ucp_ep_h, ucp_rkey_h, ucp_worker_h, ucs_status_t};
 
-use super::am::{Messages, Slot};
+use super::am::{MessageSlot, Messages};
 use super::context::Context;
 use super::memory;
 use super::memory_kind::MemoryKind;
 use super::queue::{Queue, change};
-use super::request::{Completion, Operations, Posted, Purpose};
+use super::request::{Completion, OperationSet, Posted, Purpose};
 use super::status::{Status, UcxError};
 
 /// How long endpoints that are being closed without force get to say goodbye when the worker is closed and nothing else is
 /// under way: that may never end when the peer is gone.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
 
-/// What an operation holds of its worker's, besides memory and buffers.
-pub(super) struct Held {
+/// The parts of a worker that an operation holds, besides memory and buffers.
+pub(super) struct OperationOwner {
     pub(super) endpoint: Rc<EndpointCore>,
     #[expect(dead_code, reason = "held and never looked at")]
     pub(super) rkey: Option<Rc<Rkey>>,
 }
 
-/// What lives until the last endpoint, rkey and operation of the worker is gone.
+/// The part of a worker that lives until its last endpoint, rkey and operation is gone.
 pub(super) struct WorkerCore {
     pub(super) context: Arc<Context>,
     pub(super) handle: ucp_worker_h,
     pub(super) event_fd: RawFd,
     pub(super) max_header: usize,
-    pub(super) operations: Operations<Held>,
+    pub(super) operations: OperationSet<OperationOwner>,
     /// Those that UCX has not closed yet. They hold this core in turn; `Worker`'s drop ends that.
     pub(super) endpoints: Cell<BTreeMap<u64, Rc<EndpointCore>>>,
     pub(super) next_endpoint: Cell<u64>,
@@ -47,7 +47,7 @@ pub(super) struct WorkerCore {
     pub(super) completions: Queue<Completion>,
     pub(super) messages: Rc<Messages>,
     /// Raw because UCX has their addresses; freed when the worker is gone.
-    pub(super) slots: Cell<Vec<(u16, *mut Slot)>>,
+    pub(super) slots: Cell<Vec<(u16, *mut MessageSlot)>>,
 }
 
 impl WorkerCore {
@@ -86,12 +86,12 @@ impl WorkerCore {
             }
             let status = operation.status();
             match (operation.purpose, &operation.owner) {
-                (Purpose::User { op, token }, Some(Held { endpoint, .. })) => {
+                (Purpose::User { op, token }, Some(OperationOwner { endpoint, .. })) => {
                     endpoint.ended();
                     let result = status.check(op, || format!("{endpoint:?}"));
                     self.completions.push(Completion { token, endpoint: endpoint.id, result });
                 }
-                (Purpose::Close, Some(Held { endpoint, .. })) => endpoint.closed(),
+                (Purpose::Close, Some(OperationOwner { endpoint, .. })) => endpoint.closed(),
                 // Both are always posted with their endpoint.
                 (Purpose::User { .. } | Purpose::Close, None) => {}
             }
@@ -121,7 +121,7 @@ impl WorkerCore {
             let passed = start.elapsed();
             if passed >= limit.min(GOODBYE_LIMIT) && self.operations.only_closes() {
                 // No memory is at stake, and destroying the worker destroys its endpoints whatever their state.
-                log::debug!("{} connections were left without a goodbye", self.operations.live());
+                log::debug!("{} connections were not closed", self.operations.live());
                 self.operations.abandon();
                 drop(self.endpoints.take());
                 break;
@@ -151,14 +151,14 @@ impl Drop for WorkerCore {
 
 /// How far an endpoint is.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum EndpointState {
     Open,
     Closing,
     /// UCX has released it.
     Closed,
 }
 
-/// What lives until UCX and all operations are done with the endpoint. The worker holds one too, until UCX has
+/// The part of an endpoint that lives until UCX and all operations are done with it. The worker holds one too, until UCX has
 /// closed the endpoint, because UCX's error callback may come until then.
 pub(super) struct EndpointCore {
     pub(super) worker: Rc<WorkerCore>,
@@ -166,8 +166,8 @@ pub(super) struct EndpointCore {
     pub(super) name: String,
     /// Null before it is made and from the moment it is being closed.
     pub(super) handle: Cell<ucp_ep_h>,
-    pub(super) state: Cell<State>,
-    /// What UCX's error callback said, OK as long as it did not.
+    pub(super) state: Cell<EndpointState>,
+    /// The status of UCX's error callback, OK as long as it has not run.
     pub(super) failed: Cell<Status>,
     pub(super) in_flight: Cell<usize>,
 }
@@ -179,7 +179,7 @@ impl EndpointCore {
 
     /// UCX's handle while operations may be posted.
     pub(super) fn open_handle(&self, op: &'static str) -> Result<ucp_ep_h, UcxError> {
-        if self.state.get() != State::Open {
+        if self.state.get() != EndpointState::Open {
             return Err(UcxError::new(op, Status::NOT_CONNECTED, format!("{self:?} is closed")));
         }
         match self.failed.get() {
@@ -195,16 +195,16 @@ impl EndpointCore {
 
     /// Starts closing, unless that was done before.
     pub(super) fn start_close(self: &Rc<Self>, force: bool) {
-        if self.state.get() != State::Open {
+        if self.state.get() != EndpointState::Open {
             return;
         }
-        self.state.set(State::Closing);
+        self.state.set(EndpointState::Closing);
         // Waiting for a failed peer's flush would serve nobody.
         let force = force || !self.failed.get().is_ok();
         let handle = self.handle.replace(ptr::null_mut());
         let posted = self.worker.operations.post(
             Purpose::Close,
-            |operation| operation.owner = Some(Held { endpoint: Rc::clone(self), rkey: None }),
+            |operation| operation.owner = Some(OperationOwner { endpoint: Rc::clone(self), rkey: None }),
             |_, param| {
                 if force {
                     param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_FLAGS.0;
@@ -223,7 +223,7 @@ impl EndpointCore {
 
     /// UCX has released the endpoint; no error callback will come.
     pub(super) fn closed(&self) {
-        self.state.set(State::Closed);
+        self.state.set(EndpointState::Closed);
         self.worker.forget_endpoint(self.id);
     }
 }
@@ -249,7 +249,7 @@ pub(super) unsafe extern "C" fn on_error(core: *mut c_void, _endpoint: ucp_ep_h,
     }
 }
 
-/// The right to read and write one registered range of a peer's memory, over the endpoint that unpacked it.
+/// The right to read and write one registered range of a peer's memory. It holds for the endpoint that unpacked it.
 ///
 /// Operations under way hold it. It keeps the worker alive, not the connection: after the endpoint was
 /// closed it is useless and harmless.

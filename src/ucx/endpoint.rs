@@ -15,15 +15,15 @@ use ucx_sys::{
 };
 
 use super::context::c_string;
-use super::cores::{EndpointCore, Held, Rkey, State, WorkerCore, on_error};
-use super::envelope::{self, Kind};
+use super::cores::{EndpointCore, EndpointState, OperationOwner, Rkey, WorkerCore, on_error};
+use super::envelope::{self, EnvelopeKind};
 use super::memory::Memory;
 use super::memory_kind::MemoryKind;
-use super::request::{Buffers, Operation, Posted, Purpose};
+use super::request::{Buffers, Posted, PostedOperation, Purpose};
 use super::status::{Status, UcxError};
 
-/// The parts that one message may have: UCX sends up to `UCP_MAX_IOV`, which is 16, in one piece without copying them, and the
-/// header is one of them. With one more it cuts the message in two, and the receiver copies the halves together.
+/// The most parts of one message. UCX sends up to `UCP_MAX_IOV`, which is 16, in one piece without copying them, and
+/// the header is one of them. With one more it cuts the message in two, and the receiver copies the halves together.
 pub const MAX_PARTS: usize = 15;
 
 /// Up to so many bytes, UCX is asked to copy a message's data and be done with it. Otherwise it sends by TCP even a single
@@ -33,7 +33,7 @@ const AM: &str = "ucp_am_send_nbx";
 
 /// Part of a registered range: offset and length in bytes.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct MessagePart {
     /// The registration.
     pub memory: Arc<Memory>,
     /// From its begin.
@@ -46,10 +46,10 @@ pub struct Part {
 ///
 /// It watches the peer, whose death is noticed and reported. So UCX uses only transports that can watch: TCP and RDMA, CMA
 /// with the setting `RNDV_THRESH=inf` (measured with UCX 1.22; 1.18 never), and shared memory with
-/// `POSIX_ERROR_HANDLING=y` or `SYSV_ERROR_HANDLING=y` (it looks after the peer's process once per `KEEPALIVE_INTERVAL`).
+/// `POSIX_ERROR_HANDLING=y` or `SYSV_ERROR_HANDLING=y` (it checks the peer's process once per `KEEPALIVE_INTERVAL`).
 ///
 /// Dropping it closes it by force in the background: its operations end with an error, each with its
-/// completion, and the worker keeps all they use until UCX has let go.
+/// completion, and the worker keeps all they use until UCX has released it.
 pub struct Endpoint {
     core: Rc<EndpointCore>,
 }
@@ -57,7 +57,7 @@ pub struct Endpoint {
 impl Endpoint {
     pub(super) fn connect(worker: &Rc<WorkerCore>, id: u64, address: &[u8], name: &str) -> Result<Self, UcxError> {
         const OP: &str = "ucp_ep_create";
-        let address = envelope::open(Kind::Address, address)?;
+        let address = envelope::open(EnvelopeKind::Address, address)?;
         if address.is_empty() {
             return Err(UcxError::new(OP, Status::MALFORMED, "the worker address is empty"));
         }
@@ -67,7 +67,7 @@ impl Endpoint {
             id,
             name: name.to_owned(),
             handle: Cell::new(ptr::null_mut()),
-            state: Cell::new(State::Open),
+            state: Cell::new(EndpointState::Open),
             failed: Cell::new(Status::OK),
             in_flight: Cell::new(0),
         });
@@ -263,19 +263,19 @@ impl Endpoint {
         )
     }
 
-    /// As [`send_am`](Self::send_am), with data that are 1 to [`MAX_PARTS`] parts of registered host memory, one after the
-    /// other. They are sent from where they are, so what changes there before the completion may change in the message.
+    /// As [`send_am`](Self::send_am), with 1 to [`MAX_PARTS`] parts of registered host memory as data. They are sent
+    /// from where they are, so what changes there before the completion may change in the message.
     ///
     /// # Errors
     /// As `send_am`; [`Status::INVALID_PARAM`] for another number of parts, device memory, or memory of another context;
     /// [`Status::OUT_OF_RANGE`] when a part leaves its memory.
-    pub fn send_am_parts(&self, id: u16, header: &[u8], parts: &[Part], token: u64) -> Result<Posted, UcxError> {
+    pub fn send_am_parts(&self, id: u16, header: &[u8], parts: &[MessagePart], token: u64) -> Result<Posted, UcxError> {
         let ep = self.check_am(header)?;
         if parts.is_empty() || parts.len() > MAX_PARTS {
             return Err(UcxError::invalid(AM, format!("{} parts, expected 1 to {MAX_PARTS}", parts.len())));
         }
         let mut iov = Vec::with_capacity(parts.len());
-        for Part { memory, offset, len } in parts {
+        for MessagePart { memory, offset, len } in parts {
             if !Arc::ptr_eq(memory.context(), &self.core.worker.context) || memory.kind() != MemoryKind::Host {
                 let detail = format!("{memory:?} is not host memory of the context of {:?}", self.core);
                 return Err(UcxError::invalid(AM, detail));
@@ -355,13 +355,13 @@ impl Endpoint {
         op: &'static str,
         token: u64,
         rkey: Option<Rc<Rkey>>,
-        fill: impl FnOnce(&mut Operation<Held>),
+        fill: impl FnOnce(&mut PostedOperation<OperationOwner>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, UcxError> {
         let posted = self.core.worker.operations.post(
             Purpose::User { op, token },
             |operation| {
-                operation.owner = Some(Held { endpoint: Rc::clone(&self.core), rkey });
+                operation.owner = Some(OperationOwner { endpoint: Rc::clone(&self.core), rkey });
                 fill(operation);
             },
             start,
@@ -409,7 +409,7 @@ impl Endpoint {
     }
 }
 
-/// What a failed `ucp_ep_create` means.
+/// Explains a failed `ucp_ep_create`.
 fn cannot_be_made(core: &EndpointCore, status: Status) -> String {
     match status {
         Status::UNREACHABLE => format!(
@@ -454,10 +454,10 @@ pub struct CloseRequest {
 }
 
 impl CloseRequest {
-    /// True when UCX has released the endpoint and every operation on it has delivered its completion: from
-    /// then on UCX touches no memory because of this endpoint.
+    /// True when UCX has released the endpoint and every operation has delivered its completion. From then on UCX
+    /// touches no memory because of this endpoint.
     pub fn is_finished(&self) -> bool {
-        self.core.state.get() == State::Closed && self.core.in_flight.get() == 0
+        self.core.state.get() == EndpointState::Closed && self.core.in_flight.get() == 0
     }
 }
 

@@ -14,16 +14,16 @@ const VERSION: u8 = 1;
 const HEADER: usize = 12;
 const TRAILER: usize = 8;
 
-/// What an envelope holds.
+/// The content of an envelope.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(super) enum EnvelopeKind {
     /// A UCX worker address.
     Address = 1,
     /// Base address, length, memory kind and a packed rkey.
     Rkey = 2,
 }
 
-impl Kind {
+impl EnvelopeKind {
     fn name(self) -> &'static str {
         match self {
             Self::Address => "a worker address",
@@ -37,7 +37,7 @@ impl Kind {
 }
 
 /// Wraps `payload`.
-pub(super) fn seal(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, UcxError> {
+pub(super) fn seal(kind: EnvelopeKind, payload: &[u8]) -> Result<Vec<u8>, UcxError> {
     let length = u32::try_from(payload.len())
         .map_err(|_| UcxError::invalid("seal", format!("{} of {} bytes is too long", kind.name(), payload.len())))?;
     let mut bytes = Vec::with_capacity(HEADER + payload.len() + TRAILER);
@@ -50,7 +50,7 @@ pub(super) fn seal(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, UcxError> {
 }
 
 /// Verifies `bytes` and returns the payload.
-pub(super) fn open(expected: Kind, bytes: &[u8]) -> Result<&[u8], UcxError> {
+pub(super) fn open(expected: EnvelopeKind, bytes: &[u8]) -> Result<&[u8], UcxError> {
     let refuse = |why: String| {
         let detail = format!("these {} bytes are not {} of kvferry's: {why}", bytes.len(), expected.name());
         UcxError::new("open envelope", Status::MALFORMED, detail)
@@ -79,20 +79,20 @@ pub(super) fn open(expected: Kind, bytes: &[u8]) -> Result<&[u8], UcxError> {
     if stated != computed {
         return Err(refuse(format!("their checksum is {stated:016x}, computed {computed:016x}: they are damaged")));
     }
-    match Kind::of(kind) {
+    match EnvelopeKind::of(kind) {
         Some(kind) if kind == expected => Ok(payload),
         Some(kind) => Err(refuse(format!("they are {}", kind.name()))),
         None => Err(refuse(format!("they are of the unknown kind {kind}"))),
     }
 }
 
-/// Whether an exported worker address tells how long a segment its owner takes: those of UCX's version 1 do not, and a UCX
-/// that connects to one believes that any length fits.
+/// True if an exported worker address tells the longest segment that its owner takes. Those of UCX's version 1 do
+/// not, and a UCX that connects to one believes that any length fits.
 ///
 /// # Errors
 /// [`Status::MALFORMED`] for bytes that are no exported address.
 pub fn tells_segments(address: &[u8]) -> Result<bool, UcxError> {
-    let address = open(Kind::Address, address)?;
+    let address = open(EnvelopeKind::Address, address)?;
     // The lower half of the first byte is the version, from 0 for version 1 (ucp_address_pack in ucp/wireup/address.c).
     Ok(address.first().is_some_and(|first| first & 0x0f != 0))
 }
@@ -116,26 +116,26 @@ mod tests {
 
     #[test]
     fn every_damaged_bit_and_every_cut_is_refused() {
-        let sealed = seal(Kind::Address, b"some address").unwrap();
+        let sealed = seal(EnvelopeKind::Address, b"some address").unwrap();
         for bit in 0..sealed.len() * 8 {
             let mut damaged = sealed.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            let error = open(Kind::Address, &damaged).unwrap_err();
+            let error = open(EnvelopeKind::Address, &damaged).unwrap_err();
             assert_eq!(error.status, Status::MALFORMED, "bit {bit}");
         }
         for length in 0..sealed.len() {
-            assert!(open(Kind::Address, &sealed[..length]).is_err(), "cut to {length}");
+            assert!(open(EnvelopeKind::Address, &sealed[..length]).is_err(), "cut to {length}");
         }
         let mut longer = sealed.clone();
         longer.push(0);
-        assert!(open(Kind::Address, &longer).is_err());
+        assert!(open(EnvelopeKind::Address, &longer).is_err());
     }
 
     #[test]
     fn a_newer_version_says_what_to_do() {
-        let mut sealed = seal(Kind::Address, b"x").unwrap();
+        let mut sealed = seal(EnvelopeKind::Address, b"x").unwrap();
         sealed[4] = 2;
-        let error = open(Kind::Address, &sealed).unwrap_err();
+        let error = open(EnvelopeKind::Address, &sealed).unwrap_err();
         assert!(error.detail.contains("version is 2, expected 1"), "{error}");
     }
 }

@@ -18,7 +18,7 @@ use super::status::UcxError;
 pub struct Library {
     raw: &'static Ucp,
     info: LibraryInfo,
-    /// What the search that found it came by.
+    /// The candidates of the search that found it.
     candidates: Vec<Candidate>,
 }
 
@@ -58,16 +58,16 @@ impl Library {
         }
     }
 
-    /// Tells the searches from now on where the host has a Python package `kvferry-ucx` or `libucx` that only its own module
-    /// path leads to: the path of its libucp, which is tried after those of the same package that the search finds. The
-    /// last hint for either package counts.
+    /// Tells later searches where a Python package `kvferry-ucx` or `libucx` lies. `path` is that of its libucp,
+    /// where only the host's own module path leads to it. It is tried after those of the same package that the search
+    /// finds. The last hint for either package counts.
     pub fn hint(path: &Path) {
         search::hint(path);
     }
 
     /// Every libucp that the search comes by, in its order, and what became of each. Opens libucp as [`Library::open`]
     /// does; where this process has opened one already, the answer is that of the search which found it, and `path`
-    /// is not looked at. None is [`Fate::Chosen`](super::Fate::Chosen) where none is usable.
+    /// is ignored. None is [`Fate::Chosen`](super::Fate::Chosen) where none is usable.
     pub fn candidates(path: Option<&Path>) -> Vec<Candidate> {
         let _one_at_a_time = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
         match OPENED.get() {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ucx_sys::{ucp_mem_attr_t, ucp_mem_h, ucp_mem_map_params_t};
 
 use super::context::Context;
-use super::envelope::{self, Kind};
+use super::envelope::{self, EnvelopeKind};
 use super::memory_kind::MemoryKind;
 use super::status::{Status, UcxError};
 
@@ -31,7 +31,7 @@ unsafe impl Sync for Memory {}
 impl Context {
     /// Registers `len` bytes at the address `addr` for transfers in both directions, local and remote.
     ///
-    /// UCX looks at the memory itself to find its kind. Where that is not `kind` the registration is refused:
+    /// UCX inspects the memory itself to find its kind. Where that is not `kind` the registration is refused:
     /// UCX taking device memory for host memory would crash in the first transfer.
     ///
     /// # Safety
@@ -102,7 +102,7 @@ impl Memory {
         self.kind
     }
 
-    /// The bytes that let a peer read and write this memory: its range, its kind and UCX's packed rkey, in a
+    /// The bytes that let a peer read and write this memory. They are its range, its kind and UCX's packed rkey, in a
     /// checked envelope. For [`Endpoint::unpack_rkey`](super::Endpoint::unpack_rkey) on the other side.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ impl Memory {
         payload.extend_from_slice(unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), size) });
         // SAFETY: the buffer of ucp_rkey_pack above, released once and not used again.
         unsafe { api.ucp_rkey_buffer_release(buffer) };
-        envelope::seal(Kind::Rkey, &payload)
+        envelope::seal(EnvelopeKind::Rkey, &payload)
     }
 
     /// The address of `len` bytes at `offset`, or an error when they leave the range.
@@ -158,7 +158,7 @@ impl Memory {
 /// The length of base, length and kind before the packed rkey.
 const RKEY_PREFIX: usize = 8 + 8 + 4;
 
-/// What an exported rkey says about the memory: base, length and kind. UCX has no part in this.
+/// The range of an exported rkey: base, length and kind of memory. UCX has no part in this.
 ///
 /// # Errors
 /// [`Status::MALFORMED`] when the bytes are not an exported rkey or are damaged.
@@ -166,9 +166,9 @@ pub fn rkey_range(bytes: &[u8]) -> Result<(u64, u64, MemoryKind), UcxError> {
     parse_rkey(bytes).map(|(base, len, kind, _)| (base, len, kind))
 }
 
-/// What an exported rkey says about the memory, and UCX's packed rkey.
+/// Parses an exported rkey: base, length, kind of memory, and UCX's packed rkey.
 pub(super) fn parse_rkey(bytes: &[u8]) -> Result<(u64, u64, MemoryKind, &[u8]), UcxError> {
-    let payload = envelope::open(Kind::Rkey, bytes)?;
+    let payload = envelope::open(EnvelopeKind::Rkey, bytes)?;
     let short = || UcxError::new("unpack rkey", Status::MALFORMED, "the rkey ends before UCX's part of it");
     let (prefix, packed) = payload.split_first_chunk::<RKEY_PREFIX>().ok_or_else(short)?;
     let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, l4, l5, l6, l7, k0, k1, k2, k3] = *prefix;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use ucx_sys::ucs_memory_type_t;
 
-/// What kind of memory UCX takes a range for.
+/// The kind of memory that UCX takes a range for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum MemoryKind {
     /// Memory of the host.
@@ -28,8 +28,9 @@ impl MemoryKind {
         }
     }
 
-    /// Whether UCX may say `seen` of memory that is of this kind: of what comes from a pool of a CUDA device (`cudaMallocAsync`)
-    /// it says that CUDA manages it, unless it is told otherwise (`UCX_CUDA_COPY_ASYNC_MEM_TYPE`).
+    /// True if UCX may say `seen` of memory that is of this kind. Of memory from a pool of a CUDA device
+    /// (`cudaMallocAsync`) it says that CUDA manages it, unless it is told otherwise
+    /// (`UCX_CUDA_COPY_ASYNC_MEM_TYPE`).
     pub fn may_be_seen_as(self, seen: Self) -> bool {
         self == seen || (self, seen) == (Self::Cuda, Self::CudaManaged)
     }

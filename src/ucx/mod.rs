@@ -33,10 +33,10 @@ mod status;
 mod worker;
 
 pub use am::{AmMessage, MessageSink};
-pub use candidate::{Candidate, Fate, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
+pub use candidate::{Candidate, Fate, LibraryInfo, LibrarySource, OLDEST, PATH_VARIABLE};
 pub use context::{Context, ContextConfig, configured};
 pub use cores::Rkey;
-pub use endpoint::{CloseRequest, Endpoint, MAX_PARTS, Part};
+pub use endpoint::{CloseRequest, Endpoint, MAX_PARTS, MessagePart};
 pub use envelope::tells_segments;
 pub use library::Library;
 pub use memory::{Memory, rkey_range};

@@ -1,9 +1,9 @@
-//! What UCX only prints, as text.
+//! Texts that UCX only prints.
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
 
-/// What `print` writes to the C stream that it is given; empty when the system has no memory for one.
+/// Returns the text that `print` writes to a C stream; empty when the system has no memory for one.
 pub(super) fn printed(print: impl FnOnce(*mut libc::FILE)) -> String {
     let (mut text, mut length) = (ptr::null_mut::<c_char>(), 0usize);
     // SAFETY: both out-parameters live until fclose below.

@@ -10,9 +10,9 @@ use ucx_sys::{ucp_dt_iov_t, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t}
 
 use super::memory::Memory;
 use super::queue::{Queue, change};
-use super::status::{Reply, Status, UcxError, reply};
+use super::status::{PostResult, Status, UcxError, post_result};
 
-/// What posting an operation came to.
+/// The result of posting an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Posted {
     /// It is complete; there will be no [`Completion`].
@@ -25,7 +25,7 @@ pub enum Posted {
 /// The end of an operation that was [`Posted::Pending`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Completion {
-    /// What the poster named it.
+    /// The poster's number for it.
     pub token: u64,
     /// The [`id`](super::Endpoint::id) of its endpoint.
     pub endpoint: u64,
@@ -43,10 +43,10 @@ pub(super) enum Purpose {
 }
 
 /// One operation, from posting until it was reaped, of an owner `O` that it holds. Its address is UCX's `user_data`.
-pub(super) struct Operation<O> {
+pub(super) struct PostedOperation<O> {
     /// Where the callback puts this operation.
-    done: Rc<Queue<*mut Operation<O>>>,
-    /// Its place in [`Operations::live`].
+    done: Rc<Queue<*mut PostedOperation<O>>>,
+    /// Its place in [`OperationSet::live`].
     index: usize,
     request: *mut c_void,
     status: ucs_status_t,
@@ -60,7 +60,7 @@ pub(super) struct Operation<O> {
     pub(super) data: Vec<u8>,
 }
 
-impl<O> Operation<O> {
+impl<O> PostedOperation<O> {
     pub(super) fn status(&self) -> Status {
         Status::from_raw(self.status)
     }
@@ -94,16 +94,16 @@ pub(super) struct Buffers {
 
 /// All operations of a worker. One that is still live when this is dropped is leaked with all that it keeps
 /// alive, because UCX may still use it.
-pub(super) struct Operations<O> {
-    done: Rc<Queue<*mut Operation<O>>>,
-    live: Cell<Vec<*mut Operation<O>>>,
+pub(super) struct OperationSet<O> {
+    done: Rc<Queue<*mut PostedOperation<O>>>,
+    live: Cell<Vec<*mut PostedOperation<O>>>,
     // Boxed because an operation's address is given to UCX, so it must not move when it is taken from here.
     #[allow(clippy::vec_box)]
-    spare: Cell<Vec<Box<Operation<O>>>>,
+    spare: Cell<Vec<Box<PostedOperation<O>>>>,
     buffers: Cell<Vec<Vec<u8>>>,
 }
 
-impl<O> Operations<O> {
+impl<O> OperationSet<O> {
     pub(super) fn new() -> Self {
         Self { done: Rc::new(Queue::new()), live: Cell::default(), spare: Cell::default(), buffers: Cell::default() }
     }
@@ -119,7 +119,7 @@ impl<O> Operations<O> {
         change(&self.live, |live| live.iter().all(|raw| unsafe { (**raw).purpose } == Purpose::Close))
     }
 
-    /// Makes all live operations let go of their owners. They are never reaped: UCX keeps their addresses.
+    /// Makes all live operations release their owners. They are never reaped: UCX keeps their addresses.
     pub(super) fn abandon(&self) {
         let owners: Vec<_> = change(&self.live, |live| {
             // SAFETY: as in `only_closes`.
@@ -138,11 +138,11 @@ impl<O> Operations<O> {
     pub(super) fn post(
         &self,
         purpose: Purpose,
-        fill: impl FnOnce(&mut Operation<O>),
+        fill: impl FnOnce(&mut PostedOperation<O>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, Status> {
         let mut operation = change(&self.spare, Vec::pop).unwrap_or_else(|| {
-            Box::new(Operation {
+            Box::new(PostedOperation {
                 done: Rc::clone(&self.done),
                 index: 0,
                 request: ptr::null_mut(),
@@ -169,17 +169,17 @@ impl<O> Operations<O> {
         param.op_attr_mask = ucx_sys::UCP_OP_ATTR_FIELD_USER_DATA.0 | ucx_sys::UCP_OP_ATTR_FIELD_CALLBACK.0;
         param.user_data = raw.cast();
         param.cb.send = Some(on_sent::<O>);
-        match reply(start(&buffers, &mut param)) {
-            Reply::Pending(request) => {
+        match post_result(start(&buffers, &mut param)) {
+            PostResult::Pending(request) => {
                 // SAFETY: the operation is live, as only `reap` and the two arms below end it; nothing borrows it.
                 unsafe { (*raw).request = request };
                 Ok(Posted::Pending)
             }
-            Reply::Done => {
+            PostResult::Done => {
                 self.recycle(self.leave(raw));
                 Ok(Posted::Done)
             }
-            Reply::Failed(status) => {
+            PostResult::Failed(status) => {
                 self.recycle(self.leave(raw));
                 Err(status)
             }
@@ -188,14 +188,14 @@ impl<O> Operations<O> {
 
     /// Takes one finished operation out. The caller gives it to [`Self::recycle`] when it has used it, and
     /// frees its request first.
-    pub(super) fn reap(&self) -> Option<(Box<Operation<O>>, *mut c_void)> {
+    pub(super) fn reap(&self) -> Option<(Box<PostedOperation<O>>, *mut c_void)> {
         let operation = self.leave(self.done.pop()?);
         let request = operation.request;
         Some((operation, request))
     }
 
-    /// Lets go of what the operation kept alive. Calls UCX when that was the last owner.
-    pub(super) fn recycle(&self, mut operation: Box<Operation<O>>) {
+    /// Releases the memory and owners that the operation kept alive. Calls UCX when that was the last owner.
+    pub(super) fn recycle(&self, mut operation: Box<PostedOperation<O>>) {
         self.keep_buffer(std::mem::take(&mut operation.data));
         operation.clear();
         if change(&self.spare, |spare| spare.len()) < SPARE {
@@ -224,7 +224,7 @@ impl<O> Operations<O> {
         found.unwrap_or_else(|| Vec::with_capacity(len))
     }
 
-    fn enter(&self, mut operation: Box<Operation<O>>) -> *mut Operation<O> {
+    fn enter(&self, mut operation: Box<PostedOperation<O>>) -> *mut PostedOperation<O> {
         change(&self.live, |live| {
             operation.index = live.len();
             let raw = Box::into_raw(operation);
@@ -233,7 +233,7 @@ impl<O> Operations<O> {
         })
     }
 
-    fn leave(&self, raw: *mut Operation<O>) -> Box<Operation<O>> {
+    fn leave(&self, raw: *mut PostedOperation<O>) -> Box<PostedOperation<O>> {
         // SAFETY: every pointer given here came from `enter` and is given once: by `post` when UCX took no
         // callback, else by `reap`, from the queue to which its one callback pushed it.
         let operation = unsafe { Box::from_raw(raw) };
@@ -253,7 +253,7 @@ impl<O> Operations<O> {
 /// UCX's callback, on the worker's thread, at the end of an operation that sends, reads, writes, flushes or closes. Notes the
 /// end and nothing more: no call of UCX, nothing dropped, nothing that unwinds.
 unsafe extern "C" fn on_sent<O>(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
-    let operation = user_data.cast::<Operation<O>>();
+    let operation = user_data.cast::<PostedOperation<O>>();
     // SAFETY: the address is that of a live operation, from `post`, which names the callback with its own `O`; this is its one
     // callback. Nothing borrows a live operation while UCX runs.
     unsafe {

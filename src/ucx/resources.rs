@@ -1,4 +1,4 @@
-//! What a context found on this machine, and what the environment sets without effect.
+//! The resources that a context found on this machine, and the variables that have no effect.
 
 use std::env;
 
@@ -31,20 +31,20 @@ const WITHIN_HOST: [&str; 11] =
 const SHARED_MEMORY: [&str; 2] = ["posix", "sysv"];
 
 impl Resource {
-    /// Whether its device is one of a network, a loopback included.
+    /// True if its device is one of a network, a loopback included.
     pub fn is_network(&self) -> bool {
         !WITHIN_HOST.iter().any(|start| self.transport.starts_with(start))
     }
 
-    /// Whether every worker takes shared memory for it.
+    /// True if every worker takes shared memory for it.
     pub fn is_shared_memory(&self) -> bool {
         SHARED_MEMORY.contains(&self.transport.as_str())
     }
 }
 
 impl Context {
-    /// The transports and devices of this context: those of the machine that its settings and the environment let it
-    /// use. Empty where UCX cannot tell.
+    /// The transports and devices of this context. Its settings and the environment choose among those of the
+    /// machine. Empty where UCX cannot tell.
     pub fn resources(&self) -> Vec<Resource> {
         type PrintInfo = unsafe extern "C" fn(ucx_sys::ucp_context_h, *mut libc::FILE);
         let Some(print) = self.library().api().symbol(b"ucp_context_print_info\0") else { return Vec::new() };

@@ -1,4 +1,4 @@
-//! Where libucp is looked for, in which order, and what became of each candidate.
+//! The search for libucp: the places, their order, and the fate of each candidate.
 
 use std::env;
 use std::ffi::c_void;
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use super::candidate::{Candidate, Fate, PATH_VARIABLE, Refusal, Source, Usable, take};
+use super::candidate::{Candidate, Fate, LibraryRefusal, LibrarySource, PATH_VARIABLE, Usable, take};
 use super::raw::file_of;
 use super::status::{Status, UcxError};
 
@@ -16,11 +16,11 @@ const HOW_TO_GET: &str = "install the wheel kvferry-ucx (scripts/build-ucx makes
                           KVFERRY_UCX_LIB";
 
 const SONAME: &str = "libucp.so.0";
-/// Where Python packages have their libucp. Who installed kvferry-ucx wants that one, so it comes before the system's.
+/// The Python packages with a libucp. A user who installed kvferry-ucx wants that one, so it comes before the system's.
 const OWN_PACKAGE: &str = "kvferry_ucx/lib/libucp.so.0";
 const LIBUCX: &str = "libucx/lib/libucp.so.0";
 
-/// What [`hint`] was told last, for either package.
+/// The last words of [`hint`], for either package.
 static HINTS: Mutex<[Option<PathBuf>; 2]> = Mutex::new([None, None]);
 
 /// Names the libucp of a package that the host's own module path leads to. The search tries it after those that it
@@ -31,21 +31,21 @@ pub(super) fn hint(path: &Path) {
 }
 
 /// The candidates in their order, and how many of them are tried: where a path is named, only that one.
-fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
+fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, LibrarySource)>, usize) {
     let mut all = Vec::new();
     match (path, env::var_os(PATH_VARIABLE)) {
-        (Some(path), _) => all.push((path.to_path_buf(), Source::Configured)),
-        (None, Some(path)) if !path.is_empty() => all.push((PathBuf::from(path), Source::Environment)),
+        (Some(path), _) => all.push((path.to_path_buf(), LibrarySource::Configured)),
+        (None, Some(path)) if !path.is_empty() => all.push((PathBuf::from(path), LibrarySource::Environment)),
         _ => {}
     }
     let named = all.len();
-    all.push((PathBuf::from(SONAME), Source::AlreadyLoaded));
-    all.extend(loaded().into_iter().map(|path| (path, Source::AlreadyLoaded)));
+    all.push((PathBuf::from(SONAME), LibrarySource::AlreadyLoaded));
+    all.extend(loaded().into_iter().map(|path| (path, LibrarySource::AlreadyLoaded)));
     let folders = package_folders();
     let [own_hint, other_hint] = HINTS.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    all.extend(packaged(&folders, OWN_PACKAGE, own_hint).into_iter().map(|path| (path, Source::OwnPackage)));
-    all.push((PathBuf::from(SONAME), Source::System));
-    all.extend(packaged(&folders, LIBUCX, other_hint).into_iter().map(|path| (path, Source::PythonPackage)));
+    all.extend(packaged(&folders, OWN_PACKAGE, own_hint).into_iter().map(|path| (path, LibrarySource::OwnPackage)));
+    all.push((PathBuf::from(SONAME), LibrarySource::System));
+    all.extend(packaged(&folders, LIBUCX, other_hint).into_iter().map(|path| (path, LibrarySource::PythonPackage)));
     let tried = if named > 0 { named } else { all.len() };
     (all, tried)
 }
@@ -69,7 +69,7 @@ pub(super) fn find(path: Option<&Path>) -> (Result<Usable, UcxError>, Vec<Candid
                 judged.push(Candidate { path: info.path, source, fate: Fate::Chosen { version: info.version } });
                 outcome = Some(Ok(usable));
             }
-            Err(Refusal { why, version, in_the_way }) => {
+            Err(LibraryRefusal { why, version, in_the_way }) => {
                 judged.push(Candidate { path, source, fate: Fate::Refused { version, why: why.clone() } });
                 if named {
                     let text = format!("the libucp {source} is not usable: {why}; correct the path, or {HOW_TO_GET}");
@@ -153,7 +153,7 @@ fn package_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Whether a library lies among the packages of a Python environment.
+/// True if a library lies among the packages of a Python environment.
 fn is_installed(library: &Path) -> bool {
     library.ancestors().any(|folder| folder.ends_with("site-packages") || folder.ends_with("dist-packages"))
 }

@@ -85,14 +85,14 @@ impl fmt::Debug for Status {
     }
 }
 
-/// What went wrong in UCX or was refused before it reached UCX.
+/// An error of UCX, or of a call that was refused before it reached UCX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UcxError {
     /// UCX's code, or the one of [`Status`]'s that fits.
     pub status: Status,
-    /// The operation that failed: the name of UCX's function, or of ours where UCX was not asked.
+    /// The operation that failed. It is the name of UCX's function, or of ours where UCX was not asked.
     pub op: &'static str,
-    /// What it was about, and what to do where that is known. May be empty.
+    /// The object of the error, and a remedy where one is known. May be empty.
     pub detail: String,
 }
 
@@ -115,8 +115,8 @@ impl fmt::Display for UcxError {
 
 impl std::error::Error for UcxError {}
 
-/// What a non-blocking function of UCX returned: the three cases of a `ucs_status_ptr_t`.
-pub(super) enum Reply {
+/// The result of a non-blocking function of UCX: the three cases of a `ucs_status_ptr_t`.
+pub(super) enum PostResult {
     /// Done already; no callback will come.
     Done,
     /// Refused or failed already; no callback will come.
@@ -126,15 +126,15 @@ pub(super) enum Reply {
 }
 
 /// Tells the three cases apart, as the macros UCS_PTR_IS_ERR and UCS_PTR_STATUS of ucs/type/status.h do.
-pub(super) fn reply(pointer: ucs_status_ptr_t) -> Reply {
+pub(super) fn post_result(pointer: ucs_status_ptr_t) -> PostResult {
     let value = pointer as isize;
     let last = ucx_sys::UCS_ERR_LAST.0 as isize;
     if value == 0 {
-        Reply::Done
+        PostResult::Done
     } else if value >= last && value < 0 {
-        Reply::Failed(Status(i32::try_from(value).unwrap_or(i32::MIN)))
+        PostResult::Failed(Status(i32::try_from(value).unwrap_or(i32::MIN)))
     } else {
-        Reply::Pending(pointer)
+        PostResult::Pending(pointer)
     }
 }
 
@@ -144,11 +144,11 @@ mod tests {
 
     #[test]
     fn status_pointers_are_told_apart() {
-        assert!(matches!(reply(std::ptr::null_mut()), Reply::Done));
-        assert!(matches!(reply(-16isize as *mut c_void), Reply::Failed(Status::CANCELED)));
-        assert!(matches!(reply(-100isize as *mut c_void), Reply::Failed(Status(-100))));
-        assert!(matches!(reply(-101isize as *mut c_void), Reply::Pending(_)));
-        assert!(matches!(reply(0x1000 as *mut c_void), Reply::Pending(_)));
+        assert!(matches!(post_result(std::ptr::null_mut()), PostResult::Done));
+        assert!(matches!(post_result(-16isize as *mut c_void), PostResult::Failed(Status::CANCELED)));
+        assert!(matches!(post_result(-100isize as *mut c_void), PostResult::Failed(Status(-100))));
+        assert!(matches!(post_result(-101isize as *mut c_void), PostResult::Pending(_)));
+        assert!(matches!(post_result(0x1000 as *mut c_void), PostResult::Pending(_)));
     }
 
     #[test]

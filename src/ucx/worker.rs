@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use ucx_sys::{Ucp, ucp_am_handler_param_t, ucp_worker_attr_t, ucp_worker_h, ucp_worker_params_t};
 
-use super::am::{AmMessage, MessageSink, Messages, Slot, on_message};
+use super::am::{AmMessage, MessageSink, MessageSlot, Messages, on_message};
 use super::context::{Context, c_string};
 use super::cores::WorkerCore;
 use super::endpoint::Endpoint;
-use super::envelope::{self, Kind};
+use super::envelope::{self, EnvelopeKind};
 use super::queue::{Queue, change};
-use super::request::{Completion, Operations};
+use super::request::{Completion, OperationSet};
 use super::status::{Status, UcxError};
 
 /// How long dropping a worker waits for UCX to end what is under way. Forced closes end within milliseconds;
@@ -29,7 +29,7 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 pub struct WorkerOptions {
     /// Names the worker in UCX's own logs. May be empty; at most 31 bytes are kept.
     pub name: String,
-    /// The longest active message (its data, in bytes) that is accepted; longer ones, and those that are sent by rendezvous,
+    /// The longest accepted active message (its data, in bytes). Longer ones, and those that are sent by rendezvous,
     /// are dropped and counted.
     pub max_message: usize,
 }
@@ -41,7 +41,7 @@ impl Default for WorkerOptions {
     }
 }
 
-/// What [`Worker::arm`] found.
+/// The result of [`Worker::arm`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Armed {
     /// The event fd will become readable at the next event: sleeping on it is safe.
@@ -85,7 +85,7 @@ impl Worker {
             handle,
             event_fd: -1,
             max_header: 0,
-            operations: Operations::new(),
+            operations: OperationSet::new(),
             endpoints: Cell::default(),
             next_endpoint: Cell::new(1),
             failures: Queue::new(),
@@ -113,7 +113,7 @@ impl Worker {
         self.core.max_header
     }
 
-    /// The bytes with which a peer connects to this worker: UCX's worker address in a checked envelope.
+    /// The bytes with which a peer connects to this worker. They are UCX's worker address in a checked envelope.
     ///
     /// # Errors
     /// UCX's status.
@@ -125,7 +125,7 @@ impl Worker {
         }
         // SAFETY: UCX returned that many bytes, alive until they are released below.
         let bytes = unsafe { std::slice::from_raw_parts(attr.address.cast::<u8>(), attr.address_length) };
-        let sealed = envelope::seal(Kind::Address, bytes);
+        let sealed = envelope::seal(EnvelopeKind::Address, bytes);
         // SAFETY: the address of ucp_worker_query above, released once and not used again.
         unsafe { api.ucp_worker_release_address(handle, attr.address) };
         sealed
@@ -152,7 +152,7 @@ impl Worker {
         if change(&self.core.slots, |slots| slots.iter().any(|(known, _)| *known == id)) {
             return Ok(());
         }
-        let slot = Box::into_raw(Box::new(Slot::new(&self.core.messages, id, sink)));
+        let slot = Box::into_raw(Box::new(MessageSlot::new(&self.core.messages, id, sink)));
         change(&self.core.slots, |slots| slots.push((id, slot)));
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
         let mut param: ucp_am_handler_param_t = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -171,8 +171,8 @@ impl Worker {
         Status::from_raw(status).check("ucp_worker_set_am_recv_handler", || format!("message id {id}"))
     }
 
-    /// An empty buffer with room for `len` bytes: one that an earlier message was sent from, if there is one that is large
-    /// enough. Fresh memory costs more than the copy into it.
+    /// An empty buffer with room for `len` bytes. It is one that an earlier message was sent from, if there is one
+    /// that is large enough. Fresh memory costs more than the copy into it.
     pub fn buffer(&self, len: usize) -> Vec<u8> {
         self.core.operations.buffer(len)
     }
@@ -187,7 +187,7 @@ impl Worker {
         self.core.completions.pop()
     }
 
-    /// Whether an active message has arrived that nobody has taken.
+    /// True if an active message has arrived that nobody has taken.
     pub fn has_messages(&self) -> bool {
         !self.core.messages.is_empty()
     }
@@ -208,7 +208,7 @@ impl Worker {
         self.core.messages.dropped()
     }
 
-    /// The number of messages that were announced by rendezvous, and refused for that: the sender's operation ends with
+    /// The number of messages refused because they were announced by rendezvous. The sender's operation ends with
     /// [`Status::UNSUPPORTED`], its connection goes on.
     pub fn refused_announcements(&self) -> u64 {
         self.core.messages.refused()
@@ -242,7 +242,7 @@ impl Worker {
         }
     }
 
-    /// Closes all endpoints by force and waits, for at most `limit`, until UCX has ended every operation.
+    /// Closes all endpoints by force and waits until UCX has ended every operation. Waits at most `limit`.
     /// Completions that were not polled are lost. Endpoints that the caller still has are closed.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ enum { GENEROUS_MS = 120000 };
 static const uint8_t config[] = "\x81\xa9transport\xa3tcp";
 enum { CONFIG_LEN = sizeof config - 1 };
 
-static pthread_t asker;
+static pthread_t caller;
 static _Atomic(kvf_agent *) asked;
 static atomic_int calls_of_others;
 
@@ -30,7 +30,7 @@ static void ask(uint32_t level, const char *target, const char *message, void *u
 {
   CHECK(level >= 1 && level <= 5 && target != NULL && message != NULL && user == &asked);
   kvf_agent *agent = atomic_load(&asked);
-  if (agent == NULL || pthread_equal(pthread_self(), asker)) {
+  if (agent == NULL || pthread_equal(pthread_self(), caller)) {
     return;
   }
   kvf_buffer buffer = {NULL, 0, 0};
@@ -45,7 +45,7 @@ static void ask(uint32_t level, const char *target, const char *message, void *u
 
 static void check_calls_from_inside(void)
 {
-  asker = pthread_self();
+  caller = pthread_self();
   OK(kvf_log_set(ask, &asked, 5));
   kvf_agent *agent = NULL, *other = NULL;
   OK(kvf_agent_start(config, CONFIG_LEN, &agent));

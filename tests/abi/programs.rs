@@ -115,7 +115,7 @@ const PROGRAMS: [Program; 4] = [
         arguments: &[""],
         sanitized: "",
         checked: &[""],
-        says: "every conversation was let go of in its turn",
+        says: "every conversation was evicted in its turn",
     },
     Program {
         name: "fork",

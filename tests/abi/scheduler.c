@@ -1,5 +1,5 @@
 /*
- * An engine of one rank keeps conversations for their next turns and lets go of them when it is told to, through the C
+ * An engine of one rank keeps conversations for their next turns and evicts them when it is told to, through the C
  * ABI: the oldest first, and their blocks are free when reports say so.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -169,6 +169,6 @@ int main(void)
   OK(kvf_scheduler_free(scheduler));
   CHECK(kvf_scheduler_forget_histories(scheduler, 1, &count) == KVF_NOT_FOUND);
   CHECK(count == 77);
-  printf("every conversation was let go of in its turn\n");
+  printf("every conversation was evicted in its turn\n");
   return 0;
 }

@@ -348,7 +348,7 @@ fn a_page_that_never_comes_holds_up_nobody_else_and_keeps_its_memory() {
     alone!();
     let Some(mut unresolved) = Unresolved::new() else { return };
     let config = |name: &str| AgentConfig {
-        // The other peer, which is asked to let go of the region too, has time for that.
+        // The other peer, which is asked to release the region too, has time for that.
         cancel_grace: Duration::from_secs(10),
         deregister_timeout: Duration::from_millis(200),
         ..config(name, Transport::Shm)

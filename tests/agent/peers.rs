@@ -82,12 +82,12 @@ fn two_that_connect_to_each_other_at_once_have_one_connection() {
     }
 }
 
-/// UCX's transport `self` connects no two workers, so the rehearsal fails.
+/// UCX's transport `self` connects no two workers, so the warm-up fails.
 #[test]
-fn an_agent_that_cannot_rehearse_starts_all_the_same() {
+fn an_agent_that_cannot_warm_up_starts_all_the_same() {
     let mut config = config("a", Transport::Auto);
     config.ucx.insert("TLS".to_owned(), "self".to_owned());
-    assert!(config.rehearse);
+    assert!(config.warm_up);
     let a = Node::start(config, 1, &[8192, 8192]);
     assert_eq!(a.agent.metadata().unwrap().regions.len(), 2);
     let stats = a.agent.stats().unwrap();

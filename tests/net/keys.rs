@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry::ErrorKind;
-use kvferry::net::{self, Address, Gate, Listener, ListenerConfig, push};
+use kvferry::net::{self, Address, AuthLayer, Listener, ListenerConfig, push};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId};
 use kvferry::proto::wire::limits::{MAX_RANK_METADATA_BYTES, MAX_REPLY_BYTES};
 use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Message, RankBlob, RefusalCode};
@@ -55,7 +55,7 @@ fn blob(len: usize, seed: u8) -> ByteBuf {
 fn listener(port: u16, key: Option<Key>, lens: &[usize]) -> (Listener, Passed) {
     let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let address = Address { bind: ip, advertise: ip, note: None };
-    let mut gate = Gate::new(key, &address);
+    let mut auth = AuthLayer::new(key, &address);
     let passed = Passed::default();
     let (count, lens) = (passed.clone(), lens.to_vec());
     let answer = move |request: &[u8]| {
@@ -72,7 +72,7 @@ fn listener(port: u16, key: Option<Key>, lens: &[usize]) -> (Listener, Passed) {
         .unwrap()
     };
     let config = ListenerConfig { address, port, pushes: true };
-    let listener = Listener::bind(&config, move |request| gate.answer(request, &answer)).unwrap();
+    let listener = Listener::bind(&config, move |request| auth.answer(request, &answer)).unwrap();
     (listener, passed)
 }
 
@@ -394,16 +394,16 @@ fn a_captured_handshake_is_refused_in_this_life_of_the_listener_and_the_next() {
 fn a_client_asks_again_when_the_listener_is_not_ready_or_forgot_its_channel() {
     let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let address = Address { bind: ip, advertise: ip, note: None };
-    let mut gate = Gate::new(Some(key(1)), &address);
+    let mut auth = AuthLayer::new(Some(key(1)), &address);
     let (mut asked, mut restarted) = (0, false);
     let listener =
         Listener::bind(&ListenerConfig { address: address.clone(), port: 0, pushes: true }, move |request| {
             // The first question.
             if request.get(5) == Some(&3) && !std::mem::replace(&mut restarted, true) {
                 // As after a restart between the two round trips.
-                gate = Gate::new(Some(key(1)), &address);
+                auth = AuthLayer::new(Some(key(1)), &address);
             }
-            gate.answer(request, |clear| {
+            auth.answer(request, |clear| {
                 let HandshakeRequest::Query { id, .. } = HandshakeRequest::from_bytes(clear).unwrap() else { panic!() };
                 asked += 1;
                 let late = HandshakeReply::Refused { id, code: RefusalCode::NotReady, message: "starting".into() };

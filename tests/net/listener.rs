@@ -13,10 +13,10 @@ use crate::common::ports::unused_port;
 use crate::common::skip::skipped;
 use kvferry::ErrorKind;
 use kvferry::net::{
-    Address, Awaited, AwaitedPrefill, Client, ClientLimits, Desk, Listener, ListenerConfig, choose, local_addresses,
-    push, query,
+    Address, Awaited, AwaitedPrefill, Client, ClientLimits, Listener, ListenerConfig, RequestHandler, choose,
+    local_addresses, push, query,
 };
-use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
+use kvferry::proto::handshake::{Directory, PrefillProgress, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
 use kvferry::proto::wire::{Cause, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RefusalCode};
@@ -480,7 +480,7 @@ struct Loses {
     answered: u32,
 }
 
-impl Desk for Loses {
+impl RequestHandler for Loses {
     fn answer(&mut self, _: &[u8], bytes: &[u8]) -> Option<Vec<u8>> {
         let id = request(bytes).id();
         self.answered += u32::from(id != 1);
@@ -490,7 +490,7 @@ impl Desk for Loses {
 
 #[test]
 fn a_lost_answer_is_asked_for_again_while_others_come() {
-    let listener = Listener::bind_desk(&loopback(0), Loses { answered: 0 }).unwrap();
+    let listener = Listener::bind_handler(&loopback(0), Loses { answered: 0 }).unwrap();
     let limits = ClientLimits { resend: Duration::from_millis(200), ..ClientLimits::default() };
     let mut client = Client::new(limits, None);
     let begin = Instant::now();

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chaos_lib.network import two_hosts
 from commands import GENEROUS, ROOT, skip
-from demo_lib.ports import free_port
 from kvferry import Listener, Worker
 from kvferry.bench import hosts
 from kvferry.bench.cache import GROUPS, area
 from kvferry.cli import main
+from lab.common import free_port
+from lab.network import Network
 
 SMALL = "--block-bytes 4KiB --blocks 40 --layers 2 --requests 2 --rounds 1 --transport tcp"
 
@@ -80,11 +80,11 @@ def network() -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
     """Commands that run another one on either of two hosts, and the address of the first."""
     with ExitStack() as stack:
         try:
-            (one, address), (two, _) = stack.enter_context(two_hosts())
+            made = stack.enter_context(Network())
         except (OSError, subprocess.CalledProcessError) as error:
             skip("netns", str(error))
-        first, second = (("ip", "netns", "exec", netns) for netns in (one, two))
-        yield first, second, address
+        first, second = (("ip", "netns", "exec", str(host.netns)) for host in made.hosts.values())
+        yield first, second, made.prefill.address
 
 
 @pytest.mark.slow

@@ -61,13 +61,17 @@ def test_given_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("start", ["Agent({%s})", "Worker({'engine_id': 'e', %s})"])
-@pytest.mark.parametrize(("given", "variable"), [("'streams': False", ""), ("", "0"), ("", "")])
-def test_a_key_without_effect_is_taken_with_one_warning(start: str, given: str, variable: str) -> None:
-    code = f"import kvferry\nwith kvferry.{start % given}: pass"
-    environment = os.environ | {"KVFERRY_STREAMS": variable}
+@pytest.mark.parametrize(("key", "said"), [("streams", "has no effect"), ("rehearse", "is called warm_up now")])
+@pytest.mark.parametrize(("given", "variable"), [(True, ""), (False, "0"), (False, "")])
+def test_a_key_that_has_gone_or_has_another_name_is_taken_with_one_warning(
+    start: str, key: str, said: str, given: bool, variable: str
+) -> None:
+    started = start % (f"'{key}': False" if given else "")
+    code = f"import kvferry\nwith kvferry.{started}: pass"
+    environment = os.environ | {f"KVFERRY_{key.upper()}": variable}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    warnings = re.findall(r"kvferry WARN .*streams, or its environment variable, has no effect", done.stderr)
+    warnings = re.findall(rf"kvferry WARN .*{key}, or its environment variable, {said}", done.stderr)
     assert len(warnings) == (1 if given or variable else 0), done.stderr
 
 
@@ -192,6 +196,7 @@ def test_former_keys_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
 
     assert notes(streams=False) == ["streams has no effect; leave it out"]
+    assert notes(portion_tokens=0) == ["portion_tokens is called chunk_tokens now; rename it"]
     assert notes(request_log="") == []
     taken = "is taken for trace; set trace, and read its files with `kvferry trace`"
     assert notes(request_log="/none/log") == [f"request_log {taken}"]

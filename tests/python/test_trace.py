@@ -74,7 +74,7 @@ def traced(folder: Path, names: tuple[str, ...] = ("a", "b", "c")) -> list[Path]
             summary = trace.summarize(trace.read(files))
         except trace.TraceError:
             return False
-        counts = [summary[key] for key in ("received", "failed", "given_back")]
+        counts = [summary[key] for key in ("received", "failed", "released")]
         return (sum(counts), sum(summary["sends"].values()), summary["damaged"]) == (len(names) + 2, sends, 0)
 
     # This process's is written by a thread that the end of a worker does not wait for without limit.
@@ -97,7 +97,7 @@ def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
             assert event["ph"] in ("M", "b", "e")
             if event["ph"] != "M":
                 assert isinstance(event["ts"], int)
-                assert event["cat"] in ("recv", "send", "handshake", "portion")
+                assert event["cat"] in ("recv", "send", "handshake", "chunk")
         # Slices of one id are nested: what is opened last is closed first.
         open_slices: dict[tuple[str, str], list[str]] = {}
         for event in sorted((e for e in whole if e["ph"] != "M"), key=lambda e: e["ts"]):
@@ -109,10 +109,10 @@ def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
         assert not any(open_slices.values())
 
 
-def test_portions_of_a_prefill_under_way(tmp_path: Path) -> None:
+def test_chunks_of_a_prefill_under_way(tmp_path: Path) -> None:
     """Three blocks are read while the fourth is computed, after two that were given away."""
     name, path = "x-1", tmp_path / "decode.json"
-    with pair(trace=str(path), portion_tokens=16) as both:
+    with pair(trace=str(path), chunk_tokens=16) as both:
         both.load("r", both.ask("awaited", name))
         until("the producer is asked", lambda: both.ask("is_followed", name))
 
@@ -139,14 +139,19 @@ def test_portions_of_a_prefill_under_way(tmp_path: Path) -> None:
     until("the file is whole", lambda: is_whole(path))
     summary = trace.summarize(trace.read([path]))
     assert summary["received"] == 1
-    assert summary["portions"] >= 1
+    assert summary["chunks"] >= 1
     assert summary["ahead_bytes"] >= 3 * BLOCK
     stages = {stage["stage"]: stage for stage in summary["stages"]}
     assert stages["ahead"]["count"] == 1
-    portions = [event for event in events_of(path) if event.get("cat") == "portion" and event["ph"] == "b"]
-    assert portions[0]["args"]["tokens"][0] == 0
-    assert sum(event["args"]["bytes"] for event in portions) == summary["ahead_bytes"]
-    assert f"{summary['portions']} portions" in cli_text(summary)
+    chunks = [event for event in events_of(path) if event.get("cat") == "chunk" and event["ph"] == "b"]
+    assert chunks[0]["args"]["tokens"][0] == 0
+    assert sum(event["args"]["bytes"] for event in chunks) == summary["ahead_bytes"]
+    assert f"{summary['chunks']} chunks" in cli_text(summary)
+    older = path.with_name("older.json")
+    text = path.read_text(encoding="utf-8").replace('"chunks"', '"portions"').replace("first_chunk", "first_portion")
+    older.write_text(text, encoding="utf-8")
+    of_older = trace.summarize(trace.read([older]))
+    assert (of_older["chunks"], of_older["stages"]) == (summary["chunks"], summary["stages"])
 
 
 def test_what_is_in_the_files_is_what_happened(tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_what_is_in_the_files_is_what_happened(tmp_path: Path) -> None:
     assert "handshake" in received["a"].moments
     assert "handshake" not in received["c"].moments
     summary = trace.summarize(read)
-    assert (summary["received"], summary["failed"], summary["given_back"], summary["unfinished"]) == (3, 1, 1, 0)
+    assert (summary["received"], summary["failed"], summary["released"], summary["unfinished"]) == (3, 1, 1, 0)
     assert summary["sends"] == {"read": 3, "released": 2}
     (failure,) = summary["failures"]
     assert (failure["cause"], failure["count"]) == ("invalid_request", 1)
@@ -190,7 +195,7 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     files = [str(path) for path in traced(tmp_path)]
     assert cli.main(["trace", *files, "--slowest", "2"]) == 0
     text = capsys.readouterr().out
-    assert "3 received, 1 failed, 1 given back, 0 without an end" in text
+    assert "3 received, 1 failed, 1 released unread, 0 without an end" in text
     assert re.search(r"^transfer +3 ", text, re.MULTILINE)
     assert re.search(r"invalid_request: 1; .*block", text)
     assert "leases granted: 3 read, 2 released" in text
@@ -330,7 +335,7 @@ def test_a_page_has_the_summary_and_needs_nothing(tmp_path: Path, capsys: pytest
     summary = trace.summarize(trace.read(files))
     for text in ("transfer", name, "b & c", "invalid_request", summary["failures"][0]["message"], "released"):
         assert text in page.texts, text
-    assert any("3 received, 1 failed, 1 given back" in text for text in page.texts)
+    assert any("3 received, 1 failed, 1 released unread" in text for text in page.texts)
     assert page.widths
     assert all(0 < width <= 100 for width in page.widths)
 

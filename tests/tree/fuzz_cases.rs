@@ -28,7 +28,7 @@ fn every_kept_case_keeps_the_rules() {
             }
         }
     }
-    assert!(targets::scheduler::LET_GO.load(Ordering::Relaxed) > 0, "no case lets go of conversations");
+    assert!(targets::scheduler::EVICTED.load(Ordering::Relaxed) > 0, "no case evicts conversations");
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use kvferry::agent::AgentConfig;
 use kvferry::connector::{SchedulerConfig, WorkerConfig};
 use kvferry::proto::ids::EngineId;
-use kvferry::settings::{DEVELOPMENT, Default, Described, Part, TABLE, describe, describe_all, of, parse_config};
+use kvferry::settings::{
+    Component, DEVELOPMENT, DefaultValue, DescribedSetting, TABLE, describe, describe_all, of, parse_config,
+};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -31,7 +33,14 @@ fn keys_and_variables_are_told_apart() {
         }
         assert!(setting.help.ends_with('.'), "{}", setting.key);
     }
-    for part in [Part::Agent, Part::Worker, Part::Scheduler, Part::Listener, Part::Aggregator, Part::Connector] {
+    for part in [
+        Component::Agent,
+        Component::Worker,
+        Component::Scheduler,
+        Component::Listener,
+        Component::Aggregator,
+        Component::Connector,
+    ] {
         assert!(of(part).count() > 1, "{}", part.name());
     }
 }
@@ -76,9 +85,9 @@ fn every_key_fills_a_field_with_its_default() {
     let engine = EngineId::new("e").unwrap();
     let worker = fields(WorkerConfig::new(engine.clone()));
     for (part, fields) in [
-        (Part::Agent, fields(AgentConfig::default())),
-        (Part::Worker, worker.clone()),
-        (Part::Scheduler, fields(SchedulerConfig::new(engine, Vec::new()))),
+        (Component::Agent, fields(AgentConfig::default())),
+        (Component::Worker, worker.clone()),
+        (Component::Scheduler, fields(SchedulerConfig::new(engine, Vec::new()))),
     ] {
         let is_retired = |key: &str| of(part).any(|setting| setting.key == key && setting.is_retired);
         for described in describe_all().iter().filter(|described| described.parts.contains(&part.name())) {
@@ -107,10 +116,11 @@ fn the_page_of_leases_has_the_defaults() {
     let mut compared = BTreeSet::new();
     for row in page.lines().filter_map(|line| line.strip_prefix("| `")) {
         let cells: Vec<&str> = row.split(" | ").collect();
-        let (names, values) = (cells[0].split('`').filter(|name| of(Part::Worker).any(|s| s.key == *name)), cells[1]);
+        let (names, values) =
+            (cells[0].split('`').filter(|name| of(Component::Worker).any(|s| s.key == *name)), cells[1]);
         for (name, value) in names.zip(values.split(", ")) {
-            let setting = of(Part::Worker).find(|setting| setting.key == name).unwrap();
-            assert_eq!(setting.default, Default::Number(value.parse().unwrap()), "{name}");
+            let setting = of(Component::Worker).find(|setting| setting.key == name).unwrap();
+            assert_eq!(setting.default, DefaultValue::Number(value.parse().unwrap()), "{name}");
             compared.insert(name.to_owned());
         }
     }
@@ -120,7 +130,8 @@ fn the_page_of_leases_has_the_defaults() {
 
 #[test]
 fn a_configuration_is_parsed_with_the_tables_defaults() {
-    let complete: Value = parse_config(Part::Scheduler, &packed(&json!({"engine_id": "e", "groups": []}))).unwrap();
+    let complete: Value =
+        parse_config(Component::Scheduler, &packed(&json!({"engine_id": "e", "groups": []}))).unwrap();
     for described in describe_all().iter().filter(|d| d.parts.contains(&"scheduler")) {
         let expected = match described.key {
             "engine_id" => json!("e"),
@@ -137,7 +148,7 @@ fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-fn default_of(setting: &Described) -> String {
+fn default_of(setting: &DescribedSetting) -> String {
     match &setting.default {
         Value::Null => setting.otherwise.to_owned(),
         Value::String(text) => format!("`{text}`"),
@@ -146,14 +157,14 @@ fn default_of(setting: &Described) -> String {
 }
 
 /// The type as people read it: choices as code, numbers with their unit.
-fn type_of(setting: &Described) -> String {
+fn type_of(setting: &DescribedSetting) -> String {
     if setting.r#type.split(", ").count() > 1 && !setting.r#type.contains(' ') || setting.default.is_string() {
         return setting.r#type.split(", ").map(|choice| format!("`{choice}`")).collect::<Vec<_>>().join(", ");
     }
     if setting.unit.is_empty() { setting.r#type.clone() } else { format!("{} {}", setting.r#type, setting.unit) }
 }
 
-fn table(settings: &[&Described]) -> String {
+fn table(settings: &[&DescribedSetting]) -> String {
     let mut text = String::from("| key | in | type | default | meaning |\n| --- | --- | --- | --- | --- |\n");
     for s in settings {
         writeln!(
@@ -170,7 +181,7 @@ fn table(settings: &[&Described]) -> String {
     text
 }
 
-fn variables(settings: &[&Described]) -> String {
+fn variables(settings: &[&DescribedSetting]) -> String {
     let mut text = String::from("| variable | type | default | meaning |\n| --- | --- | --- | --- |\n");
     for s in settings {
         let name = s.variable.as_deref().unwrap();
@@ -198,8 +209,9 @@ fn replaced(document: &str, name: &str, new: &str) -> String {
 #[test]
 fn the_document_shows_the_table() {
     let all = describe_all();
-    let of = |keep: &dyn Fn(&Described) -> bool| all.iter().filter(|s| keep(s)).collect::<Vec<_>>();
-    let connector = |s: &Described| s.parts.iter().any(|part| ["worker", "scheduler", "connector"].contains(part));
+    let of = |keep: &dyn Fn(&DescribedSetting) -> bool| all.iter().filter(|s| keep(s)).collect::<Vec<_>>();
+    let connector =
+        |s: &DescribedSetting| s.parts.iter().any(|part| ["worker", "scheduler", "connector"].contains(part));
     let path = root().join(DOCUMENT);
     let before = fs::read_to_string(&path).unwrap();
     let mut after = replaced(&before, "operator", &table(&of(&|s| s.giver == "operator" && connector(s))));
@@ -242,7 +254,7 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 #[test]
 fn every_variable_in_the_sources_is_in_the_table() {
-    let known: BTreeSet<String> = TABLE.iter().filter_map(|setting| setting.variable()).collect();
+    let known: BTreeSet<String> = TABLE.iter().flat_map(|setting| setting.variables()).collect();
     // Include guards, a constant of a script, and a key of a Ray Serve configuration.
     let others = ["KVFERRY_H", "KVFERRY_TEST_CHECK_H", "KVFERRY_OPTIONS", "KVFERRY_PORT_BASE"];
     let mut files = Vec::new();

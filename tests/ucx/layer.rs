@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use kvferry::ucx::{
-    Armed, Context, ContextConfig, Library, MAX_PARTS, MemoryKind, Part, Posted, Status, Worker, WorkerOptions,
+    Armed, Context, ContextConfig, Library, MAX_PARTS, MemoryKind, MessagePart, Posted, Status, Worker, WorkerOptions,
     rkey_range,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -190,7 +190,7 @@ fn a_message_of_parts_is_sent_from_registered_memory() {
     let (near, far, other) = (Side::new(tls, MIB), Side::new(TCP, 100), Side::new(TCP, 100));
     far.worker.accept_messages(5, None).unwrap();
     let there = near.connect(&far.worker.address().unwrap());
-    let part = |offset, len| Part { memory: Arc::clone(&near.memory), offset, len };
+    let part = |offset, len| MessagePart { memory: Arc::clone(&near.memory), offset, len };
     near.buffer.fill(77);
     let bytes = near.buffer.read(0..MIB);
     for (number, places) in [
@@ -203,7 +203,7 @@ fn a_message_of_parts_is_sent_from_registered_memory() {
     .enumerate()
     {
         let expected: Vec<u8> = places.iter().flat_map(|&(at, len)| &bytes[at..at + len]).copied().collect();
-        let parts: Vec<Part> = places.iter().map(|&(at, len)| part(at, len)).collect();
+        let parts: Vec<MessagePart> = places.iter().map(|&(at, len)| part(at, len)).collect();
         let mut sent = there.send_am_parts(5, b"head", &parts, number as u64).unwrap() == Posted::Done;
         let mut got = None;
         drive("the message", &near, &far, || {
@@ -215,12 +215,12 @@ fn a_message_of_parts_is_sent_from_registered_memory() {
         assert_eq!(message.header, b"head");
         assert!(message.data == expected, "message {number} of {} parts differs", parts.len());
     }
-    let refused = |parts: &[Part]| there.send_am_parts(5, b"", parts, 9).unwrap_err().status;
+    let refused = |parts: &[MessagePart]| there.send_am_parts(5, b"", parts, 9).unwrap_err().status;
     assert_eq!(refused(&[]), Status::INVALID_PARAM);
     assert_eq!(refused(&vec![part(0, 1); MAX_PARTS + 1]), Status::INVALID_PARAM);
     assert_eq!(refused(&[part(0, 1), part(MIB - 1, 2)]), Status::OUT_OF_RANGE);
     assert_eq!(refused(&[part(usize::MAX, 2)]), Status::OUT_OF_RANGE);
-    let foreign = Part { memory: Arc::clone(&other.memory), offset: 0, len: 1 };
+    let foreign = MessagePart { memory: Arc::clone(&other.memory), offset: 0, len: 1 };
     assert_eq!(refused(&[foreign]), Status::INVALID_PARAM);
 }
 

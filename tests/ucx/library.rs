@@ -5,7 +5,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, OLDEST, PATH_VARIABLE, Source, Status};
+use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, LibrarySource, OLDEST, PATH_VARIABLE, Status};
 
 const CASE: &str = "KVFERRY_TEST_CASE";
 const HINT: &str = "KVFERRY_TEST_HINT";
@@ -87,8 +87,8 @@ fn nowhere_but<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, Option<&'a st
 fn a_named_library_is_the_one_opened() {
     let path = usable();
     let text = path.to_str().unwrap();
-    assert_eq!(outcome(text, &NOWHERE), format!("ok {:?} {text}", Source::Configured));
-    assert_eq!(outcome("", &nowhere_but(PATH_VARIABLE, text)), format!("ok {:?} {text}", Source::Environment));
+    assert_eq!(outcome(text, &NOWHERE), format!("ok {:?} {text}", LibrarySource::Configured));
+    assert_eq!(outcome("", &nowhere_but(PATH_VARIABLE, text)), format!("ok {:?} {text}", LibrarySource::Environment));
 }
 
 #[test]
@@ -126,7 +126,8 @@ fn a_python_package_is_found() {
     };
     let told = outcome("", &nowhere_but("PYTHONPATH", packages));
     // A machine may have a UCX of its own, which comes first.
-    let (system, package) = (format!("ok {:?}", Source::System), format!("ok {:?}", Source::PythonPackage));
+    let (system, package) =
+        (format!("ok {:?}", LibrarySource::System), format!("ok {:?}", LibrarySource::PythonPackage));
     assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
     // <environment>/lib/python3.x/site-packages, unless the package lies somewhere else.
     if let (true, Some(environment)) = (packages.ends_with("/site-packages"), Path::new(packages).ancestors().nth(3)) {
@@ -199,7 +200,8 @@ fn a_hint_is_the_last_candidate() {
     assert_eq!(found.last().unwrap(), &format!("PythonPackage {} not tried", hint.display()));
 
     let told = outcome("", &with(PATH_VARIABLE, ""));
-    let (system, package) = (format!("ok {:?}", Source::System), format!("ok {:?}", Source::PythonPackage));
+    let (system, package) =
+        (format!("ok {:?}", LibrarySource::System), format!("ok {:?}", LibrarySource::PythonPackage));
     assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
     std::fs::remove_file(&folder).unwrap();
 
@@ -220,7 +222,7 @@ fn a_context_tells_its_transports_and_unknown_variables() {
 #[test]
 fn no_ucx_is_an_error_with_the_fix() {
     let told = outcome("", &NOWHERE);
-    if told.starts_with(&format!("ok {:?}", Source::System)) {
+    if told.starts_with(&format!("ok {:?}", LibrarySource::System)) {
         println!("skipped: this machine's system has a UCX, so there is always one");
         return;
     }

@@ -1,4 +1,4 @@
-//! Whether two places of a geometry are the same byte.
+//! Finds places of a geometry that are the same byte.
 //!
 //! A run of `len` bytes that repeats `num_blocks` times with stride `S` is a rectangle in a plane of `S` columns: columns
 //! `start % S` to `start % S + len`, rows `start / S` to `start / S + num_blocks` (cut in two where it crosses the last

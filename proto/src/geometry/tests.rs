@@ -195,7 +195,7 @@ fn groups_share_memory_block_by_block_only() {
 /// An area's index and group, and a block of it.
 type Place = (usize, u32, u32);
 
-/// Whether no byte has two places, but of one block id in two groups: by listing who is on each byte.
+/// True if no byte has two places, but of one block id in two groups: by listing the places of each byte.
 fn brute_force(geometry: &Geometry) -> bool {
     let mut owner: HashMap<(u32, u64), Vec<Place>> = HashMap::new();
     for (index, a) in geometry.areas.iter().enumerate() {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use serde_bytes::Bytes;
 
-use super::prefills::{Asker, Prefills, Told};
+use super::prefills::{ClientId, PrefillAnswer, Prefills};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::plan::Holding;
@@ -14,7 +14,7 @@ use crate::wire::{
     self, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, Versions, kind,
 };
 
-/// Whether ranks may bring their metadata over the network.
+/// The ways in which a listener gets its ranks' metadata.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pushes {
     /// The host hands over all metadata itself.
@@ -23,8 +23,8 @@ pub enum Pushes {
     Accepted,
 }
 
-/// What a listener knows: its engine, the encoded metadata of every rank, and prefills that are awaited. Holds one copy of
-/// each rank's bytes, nothing per query, and block ids of named prefills that are told of while they are under way, and as long as their blocks are kept.
+/// The state of a listener: its engine, every rank's encoded metadata, and awaited prefills. Holds one copy of each
+/// rank's bytes, nothing per query, and block ids of the prefills that are announced or whose blocks are kept.
 #[derive(Debug, Clone)]
 pub struct Directory {
     engine: EngineId,
@@ -58,7 +58,7 @@ struct BorrowedBlob<'a> {
     metadata: &'a Bytes,
 }
 
-/// What a reply takes beside the blobs: fixed fields, and per rank its id and framing. Generous.
+/// The bytes of a reply beside the blobs: fixed fields, and per rank its id and framing. Generous.
 const REPLY_FRAME_BYTES: usize = 1024;
 const RANK_FRAME_BYTES: usize = 64;
 
@@ -81,7 +81,7 @@ impl Directory {
         self.incarnation
     }
 
-    /// Whether every rank has reported, so that queries are answered.
+    /// True if every rank has reported, so that queries are answered.
     pub fn is_ready(&self) -> bool {
         self.missing() == 0
     }
@@ -91,7 +91,7 @@ impl Directory {
         self.shape.ranks().saturating_sub(u32::try_from(self.ranks.len()).unwrap_or(u32::MAX))
     }
 
-    /// What every rank holds, once all have reported.
+    /// The holdings of every rank, once all have reported.
     pub fn holdings(&self) -> Option<Vec<Holding>> {
         let decode = |bytes: &Vec<u8>| RankMetadata::from_bytes(bytes).ok();
         let ranks = self.is_ready().then(|| self.ranks.values().map(decode).collect::<Option<Vec<_>>>())??;
@@ -161,9 +161,9 @@ impl Directory {
         Ok(decoded.rank)
     }
 
-    /// Takes the encoded `RankMetadata` of all ranks in place of what they gave before: their workers were started anew and
-    /// hold the same parts of the cache, as after the engine has slept. If any gives something else than before, this is another
-    /// `life` of the engine, for nothing is left of what it kept for others. Returns whether it is. On an error nothing changes.
+    /// Replaces the encoded `RankMetadata` of all ranks. Their workers are new and hold the same parts of the cache,
+    /// as after the engine has slept. If any gives something else than before, this is another `life` of the engine,
+    /// for nothing is left of what it kept for others. Returns whether it is. On an error nothing changes.
     ///
     /// Errors: those of [`Directory::offer`]; [`ErrorKind::InvalidArgument`] when a rank is missing,
     /// [`ErrorKind::Incompatible`] when one holds something else than before.
@@ -189,7 +189,7 @@ impl Directory {
         if changes {
             (self.ranks, self.incarnation) = (new.ranks, life);
             // Their blocks were of the life before.
-            self.prefills.withdraw_all();
+            self.prefills.retract_all();
         }
         Ok(changes)
     }
@@ -205,50 +205,50 @@ impl Directory {
         Ok(())
     }
 
-    /// A prefill is over and its blocks are kept: who awaits it is told.
+    /// Announces a finished prefill to the clients that await it. Its blocks are kept.
     pub fn prefilled(&mut self, prefill: Prefill) {
         self.prefills.ready(prefill);
     }
 
-    /// A prefill is under way, and its blocks hold so many tokens: who wants to know that is told.
+    /// Announces the written tokens of a prefill under way to the clients that follow it.
     pub fn prefill_progressed(&mut self, prefill: Prefill) {
-        self.prefills.progressed(prefill);
+        self.prefills.set_written(prefill);
     }
 
-    /// What was said of a prefill under way does not hold any more: its blocks were given away.
-    pub fn prefill_withdrawn(&mut self, request: &RequestId) {
-        self.prefills.withdrawn(request);
+    /// Retracts everything announced about this prefill: its blocks were given away.
+    pub fn prefill_retracted(&mut self, request: &RequestId) {
+        self.prefills.retract(request);
     }
 
-    /// Whether anybody wants to know how far this prefill is.
+    /// True if a client follows this prefill's progress.
     pub fn is_followed(&self, request: &RequestId) -> bool {
         self.prefills.is_followed(request)
     }
 
-    /// Nothing is kept of a prefill (any more): who awaits it is told.
+    /// Tells the clients that await a prefill that nothing is kept of it (any more).
     pub fn prefill_gone(&mut self, request: RequestId) {
         self.prefills.gone(request);
     }
 
     /// The next answer that was left open by [`Directory::answer_to`], and for whom it is.
-    pub fn poll_answer(&mut self) -> Option<(Asker, Vec<u8>)> {
-        let (asker, told) = self.prefills.pop_due()?;
-        Some((asker, self.told(told)))
+    pub fn poll_answer(&mut self) -> Option<(ClientId, Vec<u8>)> {
+        let (client, answer) = self.prefills.pop_due()?;
+        Some((client, self.encode_answer(answer)))
     }
 
-    /// Answers one request, whatever its bytes are. Empty only if the answer cannot be encoded, which does not happen
-    /// for lack of anything in the request. Who awaits prefills of which none is over or far enough is told so.
+    /// Answers one request, whatever its bytes are. Empty only if the answer cannot be encoded, which does not happen for lack
+    /// of anything in the request. A client that awaits prefills of which none is over or far enough is told so.
     pub fn answer(&mut self, request: &[u8]) -> Vec<u8> {
         self.answer_or_wait(None, request).unwrap_or_default()
     }
 
-    /// As [`Directory::answer`]; but who awaits prefills of which none is over or far enough, `None`, gets exactly one answer from
-    /// [`Directory::poll_answer`]: when one is, or when the same `asker` awaits prefills again.
-    pub fn answer_to(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
-        self.answer_or_wait(Some(asker), request)
+    /// As [`Directory::answer`], but `None` where no awaited prefill is over or far enough. It then gets exactly one
+    /// answer from [`Directory::poll_answer`]: when one is, or when the same `client` awaits prefills again.
+    pub fn answer_to(&mut self, client: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.answer_or_wait(Some(client), request)
     }
 
-    fn answer_or_wait(&mut self, asker: Option<&[u8]>, bytes: &[u8]) -> Option<Vec<u8>> {
+    fn answer_or_wait(&mut self, client: Option<&[u8]>, bytes: &[u8]) -> Option<Vec<u8>> {
         let (request, version) = match HandshakeRequest::from_sender(bytes) {
             Ok((request, versions)) => (request, versions.common()),
             Err(e) => return Some(unreadable(&e).encode(wire::version_for_answer(bytes), 0)),
@@ -264,8 +264,8 @@ impl Directory {
                 Ok(()) if requests.len() > MAX_AWAITED => Err(too_many(requests.len())),
                 Ok(()) => {
                     let from = from_tokens.into_iter().chain(std::iter::repeat(0));
-                    let told = self.prefills.ask(asker, version, id, requests.into_iter().zip(from).collect())?;
-                    Ok(self.told(told))
+                    let answer = self.prefills.ask(client, version, id, requests.into_iter().zip(from).collect())?;
+                    Ok(self.encode_answer(answer))
                 }
                 Err(refusal) => Err(refusal),
             },
@@ -273,7 +273,7 @@ impl Directory {
         Some(outcome.unwrap_or_else(|refusal| refusal.encode(version, id)))
     }
 
-    fn told(&self, Told { version, id, ready, gone, partial }: Told) -> Vec<u8> {
+    fn encode_answer(&self, PrefillAnswer { version, id, ready, gone, partial }: PrefillAnswer) -> Vec<u8> {
         let (engine, incarnation) = (self.engine.clone(), self.incarnation);
         HandshakeReply::Prefills { id, engine, incarnation, ready, gone, partial }
             .to_bytes_in(version)

@@ -1,4 +1,4 @@
-//! Prefills that clients await: those that are over, how far the others are, and who is to be told.
+//! Prefills that clients await: those that are over, how far the others are, and the clients to tell.
 //!
 //! A client has one question open at a time, about all that it awaits. When it asks again the older question is answered
 //! with nothing, so every question gets exactly one answer, and a client that is gone leaves one behind.
@@ -10,11 +10,11 @@ use crate::latest::Latest;
 use crate::wire::Prefill;
 use crate::wire::limits::MAX_REPLY_BYTES;
 
-/// Open questions; the oldest makes room, and its client asks again.
+/// OpenQuestion questions; the oldest makes room, and its client asks again.
 const MAX_OPEN: usize = 4096;
 /// The names in open questions, in bytes, each with what it takes to remember it; the oldest question makes room.
 const MAX_OPEN_BYTES: usize = 64 << 20;
-/// What a name in an open question takes beside its text, twice: about.
+/// The memory of a name in an open question beside its text, twice: about.
 const NAME_BYTES: usize = 100;
 /// Prefills that are remembered as gone; the oldest makes room. As many as a worker's tombstones by default.
 const MAX_GONE: usize = 16_384;
@@ -24,11 +24,11 @@ const MAX_FOLLOWED: usize = 16_384;
 const MAX_IDS: usize = MAX_REPLY_BYTES / 2 / size_of::<u32>();
 
 /// Names a client for as long as it is connected.
-pub type Asker = Vec<u8>;
+pub type ClientId = Vec<u8>;
 
-/// What a question is answered with.
+/// The answer to a question.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Told {
+pub(super) struct PrefillAnswer {
     /// The protocol version to answer in.
     pub(super) version: u16,
     pub(super) id: u64,
@@ -37,18 +37,18 @@ pub(super) struct Told {
     pub(super) partial: Vec<Prefill>,
 }
 
-/// A prefill that is asked about, and from how many written tokens on the asker wants to know; 0: when it is over.
-pub(super) type Asked = (RequestId, u64);
+/// A prefill that is asked about, and the number of written tokens from which to answer; 0: when it is over.
+pub(super) type PrefillQuery = (RequestId, u64);
 
 #[derive(Debug, Clone)]
-struct Open {
-    asker: Asker,
+struct OpenQuestion {
+    client: ClientId,
     version: u16,
     id: u64,
-    requests: Vec<Asked>,
+    requests: Vec<PrefillQuery>,
 }
 
-impl Open {
+impl OpenQuestion {
     fn bytes(&self) -> usize {
         self.requests.iter().map(|(name, _)| name.as_str().len().saturating_add(NAME_BYTES).saturating_mul(2)).sum()
     }
@@ -60,16 +60,16 @@ pub(super) struct Prefills {
     gone: Latest<RequestId, ()>,
     /// How far those under way are.
     partial: HashMap<RequestId, Prefill>,
-    /// Of which it was asked how far they are. A client that has its answer is about to ask again.
+    /// The prefills whose progress a client follows. A client that has its answer is about to ask again.
     followed: Latest<RequestId, ()>,
     /// From the oldest on.
-    open: BTreeMap<u64, Open>,
-    /// What their names take.
+    open: BTreeMap<u64, OpenQuestion>,
+    /// The memory of their names, in bytes.
     open_bytes: usize,
-    askers: HashMap<Asker, u64>,
-    /// Which questions are about a prefill, and from how many tokens on each wants to know.
+    clients: HashMap<ClientId, u64>,
+    /// The questions about each prefill, with the number of written tokens from which to answer.
     about: HashMap<RequestId, BTreeMap<u64, u64>>,
-    due: VecDeque<(Asker, Told)>,
+    due: VecDeque<(ClientId, PrefillAnswer)>,
     next: u64,
 }
 
@@ -82,7 +82,7 @@ impl Default for Prefills {
             followed: Latest::new(MAX_FOLLOWED),
             open: BTreeMap::new(),
             open_bytes: 0,
-            askers: HashMap::new(),
+            clients: HashMap::new(),
             about: HashMap::new(),
             due: VecDeque::new(),
             next: 0,
@@ -91,11 +91,17 @@ impl Default for Prefills {
 }
 
 impl Prefills {
-    /// What is known of these prefills. With nothing known yet and an `asker`, the question stays open and is answered by
-    /// [`Prefills::pop_due`].
-    pub(super) fn ask(&mut self, asker: Option<&[u8]>, version: u16, id: u64, requests: Vec<Asked>) -> Option<Told> {
-        if let Some(asker) = asker
-            && let Some(older) = self.askers.remove(asker)
+    /// Answers a question about these prefills. With nothing known yet and a `client`, the question stays open and is answered
+    /// by [`Prefills::pop_due`].
+    pub(super) fn ask(
+        &mut self,
+        client: Option<&[u8]>,
+        version: u16,
+        id: u64,
+        requests: Vec<PrefillQuery>,
+    ) -> Option<PrefillAnswer> {
+        if let Some(client) = client
+            && let Some(older) = self.clients.remove(client)
         {
             self.answer(older);
         }
@@ -104,17 +110,17 @@ impl Prefills {
                 self.followed.insert(request.clone(), ());
             }
         }
-        let told = self.known(version, id, &requests);
-        let Some(asker) = asker else { return Some(told) };
-        if !told.ready.is_empty() || !told.gone.is_empty() || !told.partial.is_empty() || requests.is_empty() {
-            return Some(told);
+        let answer = self.known(version, id, &requests);
+        let Some(client) = client else { return Some(answer) };
+        if !answer.ready.is_empty() || !answer.gone.is_empty() || !answer.partial.is_empty() || requests.is_empty() {
+            return Some(answer);
         }
         self.next += 1;
         for (request, from) in &requests {
             self.about.entry(request.clone()).or_default().insert(self.next, *from);
         }
-        self.askers.insert(asker.to_owned(), self.next);
-        let open = Open { asker: asker.to_owned(), version, id, requests };
+        self.clients.insert(client.to_owned(), self.next);
+        let open = OpenQuestion { client: client.to_owned(), version, id, requests };
         self.open_bytes = self.open_bytes.saturating_add(open.bytes());
         self.open.insert(self.next, open);
         while (self.open.len() > MAX_OPEN || self.open_bytes > MAX_OPEN_BYTES)
@@ -130,34 +136,34 @@ impl Prefills {
         let request = prefill.request.clone();
         // The name was used before.
         self.gone.remove(&request);
-        self.withdrawn(&request);
+        self.retract(&request);
         self.followed.remove(&request);
         self.ready.insert(request.clone(), prefill);
-        self.tell(&request, None);
+        self.answer_waiting(&request, None);
     }
 
     /// A prefill is under way, and its blocks hold so many tokens.
-    pub(super) fn progressed(&mut self, prefill: Prefill) {
+    pub(super) fn set_written(&mut self, prefill: Prefill) {
         let (request, tokens) = (prefill.request.clone(), prefill.tokens);
         if self.ready.contains_key(&request) {
             return;
         }
         self.gone.remove(&request);
         self.partial.insert(request.clone(), prefill);
-        self.tell(&request, Some(tokens));
+        self.answer_waiting(&request, Some(tokens));
     }
 
-    /// What was said of a prefill under way does not hold any more.
-    pub(super) fn withdrawn(&mut self, request: &RequestId) {
+    /// Retracts everything announced about this prefill.
+    pub(super) fn retract(&mut self, request: &RequestId) {
         self.partial.remove(request);
     }
 
     /// Nothing that was said of prefills under way holds any more.
-    pub(super) fn withdraw_all(&mut self) {
+    pub(super) fn retract_all(&mut self) {
         self.partial.clear();
     }
 
-    /// Whether anybody wants to know how far a prefill is.
+    /// True if a client follows this prefill's progress.
     pub(super) fn is_followed(&self, request: &RequestId) -> bool {
         self.followed.contains_key(request)
     }
@@ -165,30 +171,30 @@ impl Prefills {
     /// Nothing is kept of a prefill (any more).
     pub(super) fn gone(&mut self, request: RequestId) {
         self.ready.remove(&request);
-        self.withdrawn(&request);
+        self.retract(&request);
         self.followed.remove(&request);
         self.gone.insert(request.clone(), ());
-        self.tell(&request, None);
+        self.answer_waiting(&request, None);
     }
 
     /// The next answer to a question that was left open.
-    pub(super) fn pop_due(&mut self) -> Option<(Asker, Told)> {
+    pub(super) fn pop_due(&mut self) -> Option<(ClientId, PrefillAnswer)> {
         self.due.pop_front()
     }
 
-    fn known(&self, version: u16, id: u64, requests: &[Asked]) -> Told {
-        let mut told = Told { version, id, ready: Vec::new(), gone: Vec::new(), partial: Vec::new() };
+    fn known(&self, version: u16, id: u64, requests: &[PrefillQuery]) -> PrefillAnswer {
+        let mut answer = PrefillAnswer { version, id, ready: Vec::new(), gone: Vec::new(), partial: Vec::new() };
         let mut ids = 0usize;
         for (request, from) in requests {
             let (prefill, list) = if let Some(prefill) = self.ready.get(request) {
-                (prefill, &mut told.ready)
+                (prefill, &mut answer.ready)
             } else if self.gone.contains_key(request) {
-                told.gone.push(request.clone());
+                answer.gone.push(request.clone());
                 continue;
             } else if let Some(prefill) =
                 self.partial.get(request).filter(|prefill| is_far_enough(prefill.tokens, *from))
             {
-                (prefill, &mut told.partial)
+                (prefill, &mut answer.partial)
             } else {
                 continue;
             };
@@ -198,11 +204,11 @@ impl Prefills {
                 list.push(prefill.clone());
             }
         }
-        told
+        answer
     }
 
-    /// Answers who asked about a prefill that has `tokens` tokens written; or is over.
-    fn tell(&mut self, request: &RequestId, tokens: Option<u64>) {
+    /// Answers the questions about a prefill that has `tokens` tokens written, or is over.
+    fn answer_waiting(&mut self, request: &RequestId, tokens: Option<u64>) {
         let asked = self.about.get(request).into_iter().flatten();
         let concerned = asked.filter(|(_, from)| tokens.is_none_or(|tokens| is_far_enough(tokens, **from)));
         let questions: Vec<u64> = concerned.map(|(question, _)| *question).collect();
@@ -215,9 +221,9 @@ impl Prefills {
     fn answer(&mut self, question: u64) {
         let Some(open) = self.open.remove(&question) else { return };
         self.open_bytes = self.open_bytes.saturating_sub(open.bytes());
-        let Open { asker, version, id, requests } = open;
-        if self.askers.get(&asker) == Some(&question) {
-            self.askers.remove(&asker);
+        let OpenQuestion { client, version, id, requests } = open;
+        if self.clients.get(&client) == Some(&question) {
+            self.clients.remove(&client);
         }
         for (request, _) in &requests {
             if let Some(about) = self.about.get_mut(request) {
@@ -227,8 +233,8 @@ impl Prefills {
                 }
             }
         }
-        let told = self.known(version, id, &requests);
-        self.due.push_back((asker, told));
+        let answer = self.known(version, id, &requests);
+        self.due.push_back((client, answer));
     }
 }
 
@@ -257,8 +263,8 @@ mod tests {
         }
     }
 
-    fn told(id: u64, ready: &[&str], gone: &[&str]) -> Told {
-        Told {
+    fn told(id: u64, ready: &[&str], gone: &[&str]) -> PrefillAnswer {
+        PrefillAnswer {
             version: 4,
             id,
             ready: ready.iter().map(|r| prefill(r)).collect(),
@@ -268,7 +274,7 @@ mod tests {
     }
 
     /// These names, to be told of when they are over.
-    fn over(names: &[&str]) -> Vec<Asked> {
+    fn over(names: &[&str]) -> Vec<PrefillQuery> {
         names.iter().map(|r| (name(r), 0)).collect()
     }
 
@@ -276,7 +282,7 @@ mod tests {
     fn is_idle(prefills: &Prefills) -> bool {
         prefills.open_bytes == 0
             && prefills.open.is_empty()
-            && prefills.askers.is_empty()
+            && prefills.clients.is_empty()
             && prefills.about.is_empty()
             && prefills.due.is_empty()
     }
@@ -309,30 +315,30 @@ mod tests {
     fn how_far_a_prefill_is_is_told_to_who_wants_to_know() {
         let mut prefills = Prefills::default();
         let at = |tokens: u64| Prefill { tokens, ..prefill("a") };
-        let far = |id: u64, tokens: u64| Told { partial: vec![at(tokens)], ..told(id, &[], &[]) };
+        let far = |id: u64, tokens: u64| PrefillAnswer { partial: vec![at(tokens)], ..told(id, &[], &[]) };
         assert_eq!(prefills.ask(Some(b"x"), 4, 1, vec![(name("a"), 10)]), None);
         assert_eq!(prefills.ask(Some(b"y"), 4, 2, over(&["a"])), None);
-        prefills.progressed(at(9));
+        prefills.set_written(at(9));
         assert_eq!(prefills.pop_due(), None);
-        prefills.progressed(at(10));
+        prefills.set_written(at(10));
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), far(1, 10))));
         assert_eq!(prefills.pop_due(), None);
         // Between two questions it is still followed.
         assert!(prefills.is_followed(&name("a")) && !prefills.is_followed(&name("b")));
         assert_eq!(prefills.ask(None, 4, 3, vec![(name("a"), 10)]), Some(far(3, 10)));
         assert_eq!(prefills.ask(None, 4, 4, vec![(name("a"), 11)]), Some(told(4, &[], &[])));
-        prefills.withdrawn(&name("a"));
+        prefills.retract(&name("a"));
         assert_eq!(prefills.ask(None, 4, 5, vec![(name("a"), 1)]), Some(told(5, &[], &[])));
-        prefills.progressed(at(3));
+        prefills.set_written(at(3));
         prefills.ready(prefill("a"));
         // Too late.
-        prefills.progressed(at(4));
+        prefills.set_written(at(4));
         assert_eq!(prefills.ask(None, 4, 6, vec![(name("a"), 1)]), Some(told(6, &["a"], &[])));
         prefills.gone(name("a"));
         assert_eq!(prefills.pop_due(), Some((b"y".to_vec(), told(2, &["a"], &[]))));
         assert!(!prefills.is_followed(&name("a")) && prefills.partial.is_empty() && is_idle(&prefills));
         // A name that is used again while it is remembered as gone.
-        prefills.progressed(at(3));
+        prefills.set_written(at(3));
         assert_eq!(prefills.ask(None, 4, 7, vec![(name("a"), 1)]), Some(far(7, 3)));
         // Nobody makes a listener remember names without end.
         for number in 0..MAX_FOLLOWED + 5 {
@@ -361,9 +367,9 @@ mod tests {
         for (request, ids) in [("a", half), ("b", half), ("c", 1), ("d", 3 * half)] {
             prefills.ready(long(request, ids));
         }
-        let mut ready = |asked: &[&str]| -> Vec<String> {
-            let told = prefills.ask(Some(b"x"), 4, 1, over(asked)).unwrap();
-            told.ready.iter().map(|prefill| prefill.request.as_str().to_owned()).collect()
+        let mut ready = |names: &[&str]| -> Vec<String> {
+            let answer = prefills.ask(Some(b"x"), 4, 1, over(names)).unwrap();
+            answer.ready.iter().map(|prefill| prefill.request.as_str().to_owned()).collect()
         };
         assert_eq!(ready(&["a", "b", "c"]), ["a", "b"]);
         assert_eq!(ready(&["c", "a", "b"]), ["c", "a"]);
@@ -374,8 +380,8 @@ mod tests {
     #[test]
     fn what_is_remembered_is_bounded_and_nobody_is_left_without_an_answer() {
         let mut prefills = Prefills::default();
-        for asker in 0..MAX_OPEN as u64 {
-            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, over(&["a"])), None);
+        for client in 0..MAX_OPEN as u64 {
+            assert_eq!(prefills.ask(Some(&client.to_le_bytes()), 4, client, over(&["a"])), None);
         }
         assert_eq!((prefills.open.len(), prefills.due.len()), (MAX_OPEN, 0));
         assert_eq!(prefills.ask(Some(b"one more"), 4, MAX_OPEN as u64, over(&["a"])), None);
@@ -384,9 +390,9 @@ mod tests {
         assert_eq!(prefills.pop_due(), Some((0u64.to_le_bytes().to_vec(), told(0, &[], &[]))));
         prefills.gone(name("a"));
         let mut answered = 0;
-        while let Some((_, told)) = prefills.pop_due() {
+        while let Some((_, answer)) = prefills.pop_due() {
             answered += 1;
-            assert_eq!(told.gone, [name("a")]);
+            assert_eq!(answer.gone, [name("a")]);
         }
         assert_eq!(answered, MAX_OPEN);
         for number in 0..MAX_GONE {
@@ -402,9 +408,9 @@ mod tests {
         assert!(!prefills.gone.contains_key(&name("0")) && prefills.gone.contains_key(&name("5")));
         assert!(is_idle(&prefills));
         // Questions about much take the place of many.
-        let much: Vec<Asked> = (0..MAX_AWAITED).map(|n| (name(&format!("{n:0>512}")), 0)).collect();
-        for asker in 0..100u64 {
-            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, much.clone()), None);
+        let much: Vec<PrefillQuery> = (0..MAX_AWAITED).map(|n| (name(&format!("{n:0>512}")), 0)).collect();
+        for client in 0..100u64 {
+            assert_eq!(prefills.ask(Some(&client.to_le_bytes()), 4, client, much.clone()), None);
         }
         assert!(prefills.open_bytes <= MAX_OPEN_BYTES && prefills.open.len() > 40, "{}", prefills.open.len());
         assert_eq!(prefills.due.len() + prefills.open.len(), 100);

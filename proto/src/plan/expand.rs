@@ -27,10 +27,10 @@ struct Run {
     left: u64,
 }
 
-/// What is left of a segment, as blocks that are not merged: see [`Expander::blocks`].
+/// The rest of a segment, as blocks that are not merged: see [`Expander::blocks`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Blocks<'a> {
-    /// What each pair of blocks stands for.
+pub struct SegmentBlocks<'a> {
+    /// The run that each pair of blocks stands for.
     pub segment: Segment,
     /// Where these pairs begin in the segment's list.
     pub start: usize,
@@ -40,10 +40,10 @@ pub struct Blocks<'a> {
     pub remote: &'a [u32],
 }
 
-/// The operations of a [`CopyPlan`], one at a time: it can be left and taken up again at any point, and allocates
-/// nothing but for sorting. Segment by segment, block by block; consecutive blocks that are contiguous on both sides become one
-/// operation, and nothing is longer than the bound given. Measured on one core of a 2-core virtual machine: 6 to 7 ns
-/// an operation where nothing merges, 0.8 ns a block where all do.
+/// Yields the operations of a [`CopyPlan`], one at a time. It can be left and taken up again at any point, and
+/// allocates nothing but for sorting. Segment by segment, block by block; consecutive blocks that are contiguous on
+/// both sides become one operation, and nothing is longer than the bound given. Measured on one core of a 2-core
+/// virtual machine: 6 to 7 ns an operation where nothing merges, 0.8 ns a block where all do.
 ///
 /// A plan that was never checked (see [`CopyPlan::check`]) may yield operations outside its regions, but does not
 /// panic.
@@ -74,10 +74,11 @@ impl Expander {
         }
     }
 
-    /// Has blocks taken in the order of the remote side's memory from here on, [`ORDERED_PAIRS`] of each list at a time. So
-    /// pairs that continue each other on both sides become one operation, and blocks that lie one after the other on the
-    /// remote side can be looked up and read there as one, whatever order the request has them in: engines give freed blocks
-    /// out again in reverse (vLLM's free block queue), and many blocks have neighbours by chance.
+    /// Takes blocks in the order of the remote side's memory from here on. It orders [`ORDERED_PAIRS`] of each list
+    /// at a time. So pairs that continue each other on both sides become one operation, and blocks that lie one after
+    /// the other on the remote side can be looked up and read there as one, whatever order the request has them in:
+    /// engines give freed blocks out again in reverse (vLLM's free block queue), and many blocks have neighbours by
+    /// chance.
     ///
     /// To be called before the first operation. The first pairs of each list are put in order at once, so that the plan's
     /// [`mean_run`](CopyPlan::mean_run) tells of that order.
@@ -96,17 +97,17 @@ impl Expander {
         }
     }
 
-    /// The blocks of the last operation and all that follow in its segment, for who copies blocks as they are. None if the
-    /// operation was not the first of its run, and after [`split`](Self::split).
-    pub fn blocks(&self) -> Option<Blocks<'_>> {
+    /// The blocks of the last operation and all that follow in its segment. For callers that copy blocks as they are.
+    /// None if the operation was not the first of its run, and after [`split`](Self::split).
+    pub fn blocks(&self) -> Option<SegmentBlocks<'_>> {
         let (segment, start) = (*self.plan.segments.get(self.segment)?, self.began?);
         let pair = self.plan.lists.get(segment.list as usize)?;
         let (local, remote) = (pair.local.ids().get(start..)?, pair.remote.ids().get(start..)?);
         let len = local.len().min(remote.len());
-        Some(Blocks { segment, start, local: local.get(..len)?, remote: remote.get(..len)? })
+        Some(SegmentBlocks { segment, start, local: local.get(..len)?, remote: remote.get(..len)? })
     }
 
-    /// Goes on behind the first `count` of [`blocks`](Self::blocks), which take the place of the last operation.
+    /// Skips the first `count` of [`blocks`](Self::blocks), which take the place of the last operation.
     pub fn take_blocks(&mut self, count: usize) {
         if let Some(start) = self.began.take() {
             self.block = start.saturating_add(count);

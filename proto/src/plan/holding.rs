@@ -1,11 +1,11 @@
-//! Who reads what from whom: every rank of the consumer engine gets each byte that it holds from exactly one rank of
+//! The division of reads: every rank of the consumer engine gets each byte that it holds from exactly one rank of
 //! the producer engine.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::meeting::share_tokens;
+use super::block_grid::share_tokens;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{Geometry, Group};
 use crate::ids::RankId;
@@ -25,7 +25,7 @@ pub struct HeldPart {
     pub heads: u32,
 }
 
-/// What one rank of an engine holds. The holdings of all ranks say how the engine is split.
+/// The parts of the cache that one rank holds. The holdings of all ranks say how the engine is split.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holding {
     /// The rank.
@@ -37,7 +37,7 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// What a rank with this geometry holds.
+    /// The holding of a rank with this geometry.
     pub fn new(rank: RankId, geometry: &Geometry) -> Holding {
         let parts = geometry.areas.iter().map(|area| HeldPart {
             layer: area.layer.clone(),
@@ -49,7 +49,7 @@ impl Holding {
         Holding { rank, groups: geometry.groups.clone(), parts: parts.collect() }
     }
 
-    /// Whether a rank that holds this holds the same as `other`, in whatever order it is stated.
+    /// True if both holdings are the same, in whatever order they are stated.
     pub fn holds_as(&self, other: &Holding) -> bool {
         let parts = |holding: &Holding| {
             let mut parts = holding.parts.clone();
@@ -83,32 +83,32 @@ pub struct Cell {
 /// One producer rank as a consumer rank sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Share {
-    /// What is read from it. Nothing for a rank that nobody reads from: some consumer rank still tells it when the
+    /// The parts to read from it. Empty for a rank that nobody reads from: some consumer rank still tells it when the
     /// request is over, so that its blocks are freed.
     pub cells: Vec<Cell>,
     /// How many consumer ranks the producer rank hears from, this one included.
     pub readers: u32,
 }
 
-/// Packed K and V are the parts `k` and `v` to whoever holds them apart.
+/// Packed K and V are the parts `k` and `v` to a side that holds them apart.
 pub(super) fn unpacked(part: &str) -> impl Iterator<Item = &str> {
     let (first, second) = if part == "kv" { ("k", Some("v")) } else { (part, None) };
     std::iter::once(first).chain(second)
 }
 
-/// Who holds a part: the number of the rank, and the part as it states it.
+/// The holders of a part: the number of the rank, and the part as it states it.
 type Holders<'a> = Vec<(usize, &'a HeldPart)>;
 
 /// The holders of every part of every layer.
 #[derive(Default)]
-struct Index<'a> {
+struct HolderIndex<'a> {
     parts: Vec<((&'a str, &'a str), Holders<'a>)>,
     places: HashMap<(&'a str, &'a str), usize>,
 }
 
-impl<'a> Index<'a> {
+impl<'a> HolderIndex<'a> {
     fn new(holdings: &[&'a Holding]) -> Self {
-        let mut index = Index::default();
+        let mut index = HolderIndex::default();
         for (number, &holding) in holdings.iter().enumerate() {
             // Ranks mostly state their parts in the same order. Then no name is hashed but those of the first rank.
             let mut next = 0;
@@ -150,7 +150,7 @@ fn incompatible(text: String) -> Error {
     Error::new(ErrorKind::Incompatible, text)
 }
 
-/// The producer ranks that the consumer rank `local` deals with, and what it reads from each.
+/// Assigns to the consumer rank `local` the producer ranks and what it reads from each.
 ///
 /// Both lists are all of an engine's ranks, in any order; every consumer rank that is given the same lists comes to a
 /// division that fits the others'. Where several producer ranks hold the same bytes (MLA, or fewer KV heads than ranks),
@@ -173,8 +173,8 @@ pub fn assign(
     let (consumers, producers) = (sorted(consumers), sorted(producers));
     let own = consumers.iter().position(|holding| holding.rank == local);
     let own = own.ok_or_else(|| Error::not_found(format!("rank {local} is not among the ranks of its own engine")))?;
-    let index = Index::new(&producers);
-    check_layers(&Index::new(&consumers).names(), &index.names())?;
+    let index = HolderIndex::new(&producers);
+    check_layers(&HolderIndex::new(&consumers).names(), &index.names())?;
     let mut shares: BTreeMap<RankId, Share> = BTreeMap::new();
     let mut readers: Vec<u32> = vec![0; producers.len()];
     for (number, consumer) in consumers.iter().enumerate() {
@@ -222,10 +222,10 @@ pub fn assign(
     Ok(shares)
 }
 
-/// A part that is read, and who holds it.
+/// A part that is read, and its holders.
 type Split<'a> = (&'a HeldPart, &'a [(usize, &'a HeldPart)]);
 
-/// Whether a part of one layer has the same groups and heads, and of the same ranks, as a part of another.
+/// True if a part of one layer has the same groups and heads, and of the same ranks, as a part of another.
 fn is_split_as((part, holders): Split<'_>, (other, others): Split<'_>) -> bool {
     let heads = |part: &HeldPart| (part.group, part.first_head, part.heads);
     heads(part) == heads(other)

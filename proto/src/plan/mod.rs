@@ -5,10 +5,10 @@
 //! [`RankPlan::request`] adds a request's block lists, which gives a [`CopyPlan`]. [`Expander`] turns that into
 //! operations while they are posted, merging neighbours.
 
+mod block_grid;
 mod expand;
 mod holding;
 mod ids;
-mod meeting;
 mod rank;
 mod request;
 mod template;
@@ -19,12 +19,12 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result};
 use crate::wire::Blocks;
 
-pub use expand::{Blocks as SegmentBlocks, Expander, Operation};
+pub use expand::{Expander, Operation, SegmentBlocks};
 pub use holding::{Cell, HeldPart, Holding, Share, assign};
 pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
-pub use wanted::{Part, Wanted};
+pub use wanted::{LoadPart, Wanted};
 
-/// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of
+/// The bytes per run, on average, below which a transfer between host memories is gathered into messages instead of
 /// moving run by run. Measured with `scripts/bench transfer --with gather_below=0` between two processes of a 2-core virtual
 /// machine, `process_vm_readv` against messages over TCP loopback: gathering moves 1.5 times as much in runs of 512
 /// bytes, as much in runs of 1 and 2 KiB (docs/benchmarks.md).
@@ -34,9 +34,9 @@ pub const GATHER_BELOW: u64 = 1536;
 /// some 40 us with empty caches. Fewer would leave more neighbours apart.
 pub const ORDERED_PAIRS: usize = 4096;
 
-/// A run of bytes that repeats at every entry of a pair of block lists: entry `i` of the lists copies `len` bytes between
-/// `local_offset + local_ids[i] * local_stride` and `remote_offset + remote_ids[i] * remote_stride` (offsets and
-/// strides in bytes, within the named regions).
+/// A run of bytes that repeats at every entry of a pair of block lists. Entry `i` of the lists copies `len` bytes
+/// between `local_offset + local_ids[i] * local_stride` and `remote_offset + remote_ids[i] * remote_stride` (offsets
+/// and strides in bytes, within the named regions).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Which pair of block lists applies.
@@ -58,7 +58,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Whether consecutive blocks are contiguous on both sides, so that operations merge across blocks.
+    /// True if consecutive blocks are contiguous on both sides, so that operations merge across blocks.
     pub fn is_dense(&self) -> bool {
         self.len == self.local_stride && self.len == self.remote_stride
     }
@@ -126,8 +126,8 @@ impl CopyPlan {
         (0..self.lists.len()).fold(0u64, |sum, list| sum.saturating_add(self.pairs(list as u32)))
     }
 
-    /// How many runs the plan's bytes lie in: the operations of an expansion without a bound on their length. Takes time
-    /// for each pair of blocks in a list, not for each operation.
+    /// The number of runs: the operations of an expansion without a bound on their length. Takes time for each pair
+    /// of blocks in a list, not for each operation.
     pub fn runs(&self) -> u64 {
         let breaks: Vec<u64> = self.lists.iter().map(BlockPair::breaks).collect();
         self.segments.iter().filter(|s| s.len > 0).fold(0u64, |sum, s| {
@@ -141,19 +141,19 @@ impl CopyPlan {
         self.bytes().checked_div(self.runs())
     }
 
-    /// Whether the plan moves nothing.
+    /// True if the plan moves nothing.
     pub fn is_empty(&self) -> bool {
         self.bytes() == 0
     }
 
-    /// The plan's operations, none longer than `max_op_bytes` (0 counts as 1), in an order of the plan's choosing.
+    /// The plan's operations, in an order of its choosing. None is longer than `max_op_bytes` (0 counts as 1).
     pub fn expand(self, max_op_bytes: u64) -> Expander {
         Expander::new(self, max_op_bytes)
     }
 
-    /// Checks a plan from outside against the lengths in bytes of the regions on either side, by index: every
-    /// segment names existing regions and lists, lists have equal lengths, and every byte of every block lies inside
-    /// its region. A plan of [`RankPlan::request`] has been checked already.
+    /// Checks a plan from outside against the lengths in bytes of both sides' regions. Every segment names existing
+    /// regions and lists, lists have equal lengths, and every byte of every block lies inside its region. A plan of
+    /// [`RankPlan::request`] has been checked already.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for unequal lists and unknown indices, [`ErrorKind::OutOfRange`] for a
     /// block outside its region.

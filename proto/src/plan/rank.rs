@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use super::block_grid::{BlockGrid, TokenRun};
 use super::holding::unpacked;
-use super::meeting::{Meeting, TokenRun};
-use super::template::{self, Pair, Steps, Unlike};
+use super::template::{self, AreaPair, BlockStrides, PartsDiffer};
 use super::{Cell, Segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{Area, Geometry, Group, GroupKind, MAX_RUNS};
@@ -18,16 +18,16 @@ fn differs(field: &str, local: impl fmt::Display, remote: impl fmt::Display, rem
     Error::new(ErrorKind::Incompatible, format!("{field} differs: {local} here, {remote} on the other side; {remedy}"))
 }
 
-/// What a layer has, sorted by part.
-type Parts<'a> = &'a [(&'a str, &'a str, &'a Area)];
+/// The areas of a layer, sorted by part.
+type LayerAreas<'a> = &'a [(&'a str, &'a str, &'a Area)];
 
-fn part<'a>(parts: Parts<'a>, name: &str) -> Option<&'a Area> {
+fn part<'a>(parts: LayerAreas<'a>, name: &str) -> Option<&'a Area> {
     let at = parts.binary_search_by(|(_, part, _)| (*part).cmp(name)).ok()?;
     parts.get(at).map(|(.., area)| *area)
 }
 
 /// Bytes per token and head of a layer's K and V together. Saturates.
-fn k_and_v_bytes(parts: Parts<'_>) -> Option<u64> {
+fn k_and_v_bytes(parts: LayerAreas<'_>) -> Option<u64> {
     let bytes = |name| part(parts, name).map(Area::token_bytes);
     bytes("kv").or_else(|| Some(bytes("k")?.saturating_add(bytes("v")?)))
 }
@@ -40,15 +40,15 @@ pub struct RankIndex<'a> {
 }
 
 impl<'a> RankIndex<'a> {
-    /// Of a rank whose metadata may still be wrong in itself.
+    /// Indexes a rank's metadata, which may still be inconsistent.
     pub fn new(metadata: &'a RankMetadata) -> Self {
         let mut areas: Vec<_> = metadata.geometry.areas.iter().map(|area| (&*area.layer, &*area.part, area)).collect();
         areas.sort_by_key(|(layer, part, _)| (*layer, *part));
         RankIndex { metadata, areas }
     }
 
-    /// What it has of a layer; nothing if it has no such layer.
-    fn layer(&self, name: &str) -> Parts<'_> {
+    /// The areas of a layer; empty if the rank has no such layer.
+    fn layer(&self, name: &str) -> LayerAreas<'_> {
         let from = self.areas.partition_point(|(layer, ..)| *layer < name);
         first_layer(self.areas.get(from..).unwrap_or_default())
             .filter(|(layer, _)| *layer == name)
@@ -78,15 +78,15 @@ impl<'a> RankIndex<'a> {
 }
 
 /// The name of the first layer, and what there is of it.
-fn first_layer<'a>(areas: Parts<'a>) -> Option<(&'a str, Parts<'a>)> {
+fn first_layer<'a>(areas: LayerAreas<'a>) -> Option<(&'a str, LayerAreas<'a>)> {
     let (name, ..) = *areas.first()?;
     let len = areas.iter().take_while(|(layer, ..)| *layer == name).count();
     areas.get(..len).map(|parts| (name, parts))
 }
 
-/// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the layer,
-/// bytes per token and head. What they hold of it may differ, and so may regions, offsets, strides, block sizes and
-/// numbers of blocks. Neither geometry is checked against its own regions: [`Geometry::validate`].
+/// Checks that one rank's layers can be copied to the other's. Compares kinds of cache, heads of the layer, bytes per
+/// token and head. What they hold of it may differ, and so may regions, offsets, strides, block sizes and numbers of
+/// blocks. Neither geometry is checked against its own regions: [`Geometry::validate`].
 ///
 /// Errors: [`ErrorKind::Incompatible`] naming the field, both values and the remedy.
 pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
@@ -98,10 +98,10 @@ pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
 fn check_part<'a>(
     (layer, name): (&str, &str),
     heads: (u32, u32),
-    (local, here): (&Geometry, Parts<'a>),
-    (remote, there): (&Geometry, Parts<'a>),
-) -> Result<Option<Pair<'a>>> {
-    let parts = |parts: Parts<'_>| parts.iter().map(|(_, part, _)| *part).collect::<Vec<_>>().join("+");
+    (local, here): (&Geometry, LayerAreas<'a>),
+    (remote, there): (&Geometry, LayerAreas<'a>),
+) -> Result<Option<AreaPair<'a>>> {
+    let parts = |parts: LayerAreas<'_>| parts.iter().map(|(_, part, _)| *part).collect::<Vec<_>>().join("+");
     // Where one side packs K and V, what the other has of them must be all of it.
     let one_packs = part(here, "kv").is_some() != part(there, "kv").is_some();
     if one_packs
@@ -112,7 +112,7 @@ fn check_part<'a>(
     }
     let layouts = || differs(&format!("layout of layer {layer:?}"), parts(here), parts(there), SAME_CACHE);
     let pair = template::pair(name, heads, |name| part(here, name), |name| part(there, name));
-    let Some(pair) = pair.map_err(|Unlike| layouts())? else { return Ok(None) };
+    let Some(pair) = pair.map_err(|PartsDiffer| layouts())? else { return Ok(None) };
     let (l, r) = (&*pair.local, &*pair.remote);
     let (Some(own), Some(other)) = (group_of(local, l), group_of(remote, r)) else { return Ok(None) };
     if own.kind != other.kind {
@@ -190,7 +190,7 @@ pub(super) struct GroupPair {
     pub(super) remote: u32,
     pub(super) local_group: Group,
     pub(super) remote_group: Group,
-    pub(super) meeting: Meeting,
+    pub(super) grid: BlockGrid,
     /// Block ids of the groups are below these.
     pub(super) local_bound: u32,
     pub(super) remote_bound: u32,
@@ -198,27 +198,27 @@ pub(super) struct GroupPair {
     pub(super) fine: Option<FineList>,
     /// The list of each phase that has segments.
     pub(super) phases: BTreeMap<u64, u32>,
-    /// Whether some area keeps a block's tokens in an order of its own.
+    /// True if some area keeps a block's tokens in an order of its own.
     pub(super) whole: bool,
-    /// What is copied, for the edges of requests that start inside a grain.
-    pub(super) pairs: Vec<OwnedPair>,
+    /// The areas to copy, for the edges of requests that start inside a grain.
+    pub(super) pairs: Vec<OwnedAreaPair>,
 }
 
 /// A list of sub-blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FineList {
     pub(super) list: u32,
-    /// Whether blocks merge, so that their order matters.
+    /// True if blocks merge, so that their order matters.
     pub(super) dense: bool,
 }
 
-/// A [`Pair`] that owns its areas, which have no names there: a request's errors name none, and the names of all layers of
+/// A [`AreaPair`] that owns its areas, which have no names there: a request's errors name none, and the names of all layers of
 /// all ranks were a sixth of the time to plan with an engine of 64 ranks.
-pub(super) type OwnedPair = Pair<'static>;
+pub(super) type OwnedAreaPair = AreaPair<'static>;
 
-fn owned(pair: &Pair<'_>) -> OwnedPair {
+fn owned(pair: &AreaPair<'_>) -> OwnedAreaPair {
     use std::borrow::Cow;
-    Pair {
+    AreaPair {
         local: Cow::Owned(pair.local.nameless()),
         remote: Cow::Owned(pair.remote.nameless()),
         first_head: pair.first_head,
@@ -260,9 +260,9 @@ impl<'a> LocalRank<'a> {
     pub fn plan(&self, remote: &RankMetadata, cells: &[Cell]) -> Result<RankPlan> {
         let local = self.index.metadata;
         let there = RankIndex::new(remote);
-        let mut by_groups: BTreeMap<(u32, u32), Vec<Pair<'_>>> = BTreeMap::new();
+        let mut by_groups: BTreeMap<(u32, u32), Vec<AreaPair<'_>>> = BTreeMap::new();
         // The parts of a layer come one after the other.
-        let mut layer: (&str, Parts<'_>, Parts<'_>) = ("", &[], &[]);
+        let mut layer: (&str, LayerAreas<'_>, LayerAreas<'_>) = ("", &[], &[]);
         for cell in cells {
             if cell.layer != layer.0 {
                 layer = (&cell.layer, self.index.layer(&cell.layer), there.layer(&cell.layer));
@@ -329,7 +329,7 @@ impl RankPlan {
     }
 }
 
-fn check_heads(pair: &Pair<'_>) -> Result<()> {
+fn check_heads(pair: &AreaPair<'_>) -> Result<()> {
     for area in [&*pair.local, &*pair.remote] {
         let end = area.first_head.saturating_add(area.heads);
         if pair.first_head < area.first_head || pair.first_head.saturating_add(pair.heads) > end {
@@ -374,18 +374,18 @@ impl Builder {
         ))
     }
 
-    fn add(&mut self, l: u32, r: u32, pairs: &[Pair<'_>], local: &Geometry, remote: &Geometry) -> Result<()> {
+    fn add(&mut self, l: u32, r: u32, pairs: &[AreaPair<'_>], local: &Geometry, remote: &Geometry) -> Result<()> {
         let (Some(local_group), Some(remote_group)) = (local.groups.get(l as usize), remote.groups.get(r as usize))
         else {
             return Ok(());
         };
-        let meeting = Meeting::new(local_group, remote_group);
+        let grid = BlockGrid::new(local_group, remote_group);
         let mut group = GroupPair {
             local: l,
             remote: r,
             local_group: local_group.clone(),
             remote_group: remote_group.clone(),
-            meeting,
+            grid,
             local_bound: local.num_blocks(l).unwrap_or(0),
             remote_bound: remote.num_blocks(r).unwrap_or(0),
             fine: None,
@@ -393,27 +393,27 @@ impl Builder {
             whole: false,
             pairs: pairs.iter().map(owned).collect(),
         };
-        let first_phase = meeting.runs(local_group, remote_group, 0, 0..meeting.grain);
+        let first_phase = grid.runs(local_group, remote_group, 0, 0..grid.grain);
         for pair in pairs {
             let (la, ra) = (&*pair.local, &*pair.remote);
             if local_group.kind == GroupKind::State || la.positions() == 1 && local_group.block_size > 1 {
                 group.whole = true;
                 let run = [TokenRun { local: 0, remote: 0, count: la.positions().into() }];
                 let list = self.fine(&mut group);
-                let steps = Steps { list, local: la.block_stride, remote: ra.block_stride };
+                let steps = BlockStrides { list, local: la.block_stride, remote: ra.block_stride };
                 self.extend(pair, &run, steps)?;
                 continue;
             }
-            let even = (even(la, local_group, meeting.local_subs), even(ra, remote_group, meeting.remote_subs));
+            let even = (even(la, local_group, grid.local_subs), even(ra, remote_group, grid.remote_subs));
             if let (Some(local_step), Some(remote_step)) = even {
                 let list = self.fine(&mut group);
-                let steps = Steps { list, local: local_step, remote: remote_step };
+                let steps = BlockStrides { list, local: local_step, remote: remote_step };
                 self.extend(pair, &first_phase, steps)?;
                 continue;
             }
-            self.grow(meeting.phases())?;
-            for phase in 0..meeting.phases() {
-                let runs = meeting.runs(local_group, remote_group, phase, 0..meeting.grain);
+            self.grow(grid.phases())?;
+            for phase in 0..grid.phases() {
+                let runs = grid.runs(local_group, remote_group, phase, 0..grid.grain);
                 if runs.is_empty() {
                     continue;
                 }
@@ -425,7 +425,7 @@ impl Builder {
                         list
                     }
                 };
-                let steps = Steps { list, local: la.block_stride, remote: ra.block_stride };
+                let steps = BlockStrides { list, local: la.block_stride, remote: ra.block_stride };
                 self.extend(pair, &runs, steps)?;
             }
         }
@@ -444,7 +444,7 @@ impl Builder {
         }
     }
 
-    fn extend(&mut self, pair: &Pair<'_>, runs: &[TokenRun], steps: Steps) -> Result<()> {
+    fn extend(&mut self, pair: &AreaPair<'_>, runs: &[TokenRun], steps: BlockStrides) -> Result<()> {
         self.grow(template::runs(pair, runs))?;
         self.segments.extend(template::intersect(pair, runs, steps));
         Ok(())

@@ -2,22 +2,22 @@
 
 use std::ops::Range;
 
+use super::block_grid::common_multiple;
 use super::ids::{check_ids, check_shared, ids};
-use super::meeting::common_multiple;
 use super::rank::{GroupPair, RankPlan};
-use super::template::{self, Steps};
-use super::wanted::{Part, Wanted};
+use super::template::{self, BlockStrides};
+use super::wanted::{LoadPart, Wanted};
 use super::{BlockPair, CopyPlan, Segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::GroupKind;
 
 /// A block list with its place in the sequence.
-struct Placed<'a> {
+struct PlacedList<'a> {
     first: u64,
     ids: &'a [u32],
 }
 
-impl Placed<'_> {
+impl PlacedList<'_> {
     fn get(&self, index: u64) -> Option<u32> {
         let at = usize::try_from(index.checked_sub(self.first)?).ok()?;
         self.ids.get(at).copied()
@@ -32,29 +32,29 @@ impl RankPlan {
     /// does not have, and for a local block named twice, which would be written twice; [`ErrorKind::OutOfRange`] for an
     /// id that is not a block.
     pub fn request(&self, wanted: &Wanted<'_>) -> Result<CopyPlan> {
-        plan(self, wanted, Part::Whole)
+        plan(self, wanted, LoadPart::Whole)
     }
 
-    /// As [`RankPlan::request`], of a part of it. A portion needs the tokens up to its end of the other side, not those of the
+    /// As [`RankPlan::request`], of a part of it. A chunk needs the tokens up to its end of the other side, not those of the
     /// whole request.
-    pub fn part(&self, wanted: &Wanted<'_>, part: Part) -> Result<CopyPlan> {
+    pub fn part(&self, wanted: &Wanted<'_>, part: LoadPart) -> Result<CopyPlan> {
         plan(self, wanted, part)
     }
 
-    /// Portions begin and end at multiples of so many tokens, with which blocks of either side end. `None` when no group keeps all
-    /// tokens, or there is no such number of a reasonable size.
-    pub fn portion_tokens(&self) -> Option<u64> {
-        let spans = self.pairs.iter().filter(|pair| Part::Portion(0, 1).of(pair.local_group.kind, 0..1).is_some());
+    /// The number of tokens that chunks begin and end at multiples of. Blocks of either side end there. `None` when
+    /// no group keeps all tokens, or there is no such number of a reasonable size.
+    pub fn chunk_multiple(&self) -> Option<u64> {
+        let spans = self.pairs.iter().filter(|pair| LoadPart::Chunk(0, 1).of(pair.local_group.kind, 0..1).is_some());
         let spans = spans.flat_map(|pair| [pair.local_group.span(), pair.remote_group.span()]);
         let step = spans.fold(None, |step, span| Some(step.map_or(span, |step| common_multiple(step, span))));
-        step.filter(|step| (1..=MAX_PORTION_STEP).contains(step))
+        step.filter(|step| (1..=MAX_CHUNK_MULTIPLE).contains(step))
     }
 }
 
-/// The largest number that portions are multiples of.
-const MAX_PORTION_STEP: u64 = 1 << 20;
+/// The largest number that chunks are multiples of.
+const MAX_CHUNK_MULTIPLE: u64 = 1 << 20;
 
-fn plan(rank: &RankPlan, wanted: &Wanted<'_>, part: Part) -> Result<CopyPlan> {
+fn plan(rank: &RankPlan, wanted: &Wanted<'_>, part: LoadPart) -> Result<CopyPlan> {
     for (side, lists, groups) in
         [("local", wanted.local, rank.local_groups), ("remote", wanted.remote, rank.remote_groups)]
     {
@@ -65,7 +65,7 @@ fn plan(rank: &RankPlan, wanted: &Wanted<'_>, part: Part) -> Result<CopyPlan> {
             )));
         }
     }
-    let end = if let Part::Portion(_, to) = part { to } else { wanted.tokens.1 };
+    let end = if let LoadPart::Chunk(_, to) = part { to } else { wanted.tokens.1 };
     if wanted.tokens.0 > wanted.tokens.1 || end > wanted.remote_tokens {
         return Err(Error::invalid(format!(
             "tokens {} to {end} are to be loaded, the other side holds {}; send both engines the same prompt",
@@ -117,7 +117,7 @@ fn state(group: &GroupPair, wanted: &Wanted<'_>, lists: &mut [BlockPair]) -> Res
 }
 
 /// Places a list so that its last entry holds the token before `end`.
-fn place<'a>(group: u32, side: &str, ids: &'a [u32], span: u64, end: u64) -> Result<Placed<'a>> {
+fn place<'a>(group: u32, side: &str, ids: &'a [u32], span: u64, end: u64) -> Result<PlacedList<'a>> {
     let entries = end.div_ceil(span.max(1));
     let first = entries.checked_sub(ids.len() as u64).ok_or_else(|| {
         Error::invalid(format!(
@@ -125,7 +125,7 @@ fn place<'a>(group: u32, side: &str, ids: &'a [u32], span: u64, end: u64) -> Res
             ids.len()
         ))
     })?;
-    Ok(Placed { first, ids })
+    Ok(PlacedList { first, ids })
 }
 
 fn tokens(
@@ -135,7 +135,7 @@ fn tokens(
     lists: &mut [BlockPair],
     edges: &mut Vec<Segment>,
 ) -> Result<()> {
-    let meeting = group.meeting;
+    let grid = group.grid;
     let Range { start, end } = wanted.tokens();
     if planned.is_empty() {
         return Ok(());
@@ -173,17 +173,17 @@ fn tokens(
     }
     // Blocks in front of the window are not read by anybody, whether a host has them or not.
     let needed = window.map_or(0, |front| front / local_span);
-    let first = (planned.start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
-    let grains = first..planned.end.div_ceil(meeting.grain);
+    let first = (planned.start / grid.grain).max(local.first.max(needed).saturating_mul(grid.local_subs));
+    let grains = first..planned.end.div_ceil(grid.grain);
     // The first grain is not whole where the request begins inside of it.
-    let whole = grains.start.max(planned.start.div_ceil(meeting.grain))..grains.end;
+    let whole = grains.start.max(planned.start.div_ceil(grid.grain))..grains.end;
     let straight = straight(group, wanted, &local, &remote, whole.clone());
     let one_by_one = if straight.is_some() { grains.start..whole.start } else { grains };
-    let mut found = Found::new(group, one_by_one.end.saturating_sub(one_by_one.start));
+    let mut found = BlockPairs::new(group, one_by_one.end.saturating_sub(one_by_one.start));
     for grain in one_by_one {
-        let (at, theirs) = (grain / meeting.local_subs, grain / meeting.remote_subs);
+        let (at, theirs) = (grain / grid.local_subs, grain / grid.remote_subs);
         let Some(here) = local.get(at).filter(|id| !wanted.is_null(*id)) else {
-            let last = grain.saturating_add(1).saturating_mul(meeting.grain);
+            let last = grain.saturating_add(1).saturating_mul(grid.grain);
             if window.is_some() && (next >= end || last <= next) {
                 continue;
             }
@@ -192,18 +192,18 @@ fn tokens(
             )));
         };
         let Some(there) = remote.get(theirs).filter(|id| !wanted.is_null(*id)) else {
-            let last = grain.saturating_add(1).saturating_mul(meeting.grain);
+            let last = grain.saturating_add(1).saturating_mul(grid.grain);
             if wanted.window_only && window.is_some_and(|front| last <= front) {
                 continue;
             }
             return Err(Error::invalid(format!(
                 "KV-cache group {l}: the producer has no block for local block {here} (tokens {} to {last}); it kept {} \
                  blocks of {remote_span} tokens, and the blocks here have {local_span}",
-                grain.saturating_mul(meeting.grain),
+                grain.saturating_mul(grid.grain),
                 remote.ids.iter().filter(|id| !wanted.is_null(**id)).count(),
             )));
         };
-        let from = planned.start.saturating_sub(grain.saturating_mul(meeting.grain));
+        let from = planned.start.saturating_sub(grain.saturating_mul(grid.grain));
         if from == 0 {
             found.push(grain, here, there);
         } else if group.whole {
@@ -224,14 +224,14 @@ fn tokens(
 fn straight<'a>(
     group: &GroupPair,
     wanted: &Wanted<'_>,
-    local: &Placed<'a>,
-    remote: &Placed<'a>,
+    local: &PlacedList<'a>,
+    remote: &PlacedList<'a>,
     grains: Range<u64>,
 ) -> Option<(&'a [u32], &'a [u32])> {
-    if group.meeting.phases() != 1 {
+    if group.grid.phases() != 1 {
         return None;
     }
-    let part = |side: &Placed<'a>| {
+    let part = |side: &PlacedList<'a>| {
         let from = usize::try_from(grains.start.checked_sub(side.first)?).ok()?;
         let to = usize::try_from(grains.end.checked_sub(side.first)?).ok()?;
         side.ids.get(from..to).filter(|ids| wanted.null_block.is_none_or(|null| !ids.contains(&null)))
@@ -242,34 +242,39 @@ fn straight<'a>(
 }
 
 /// The pairs of blocks of one group, by list.
-struct Found<'a> {
+struct BlockPairs<'a> {
     group: &'a GroupPair,
     fine: Vec<(u32, u32)>,
     phases: Vec<(Vec<u32>, Vec<u32>)>,
     overflow: bool,
 }
 
-impl<'a> Found<'a> {
+impl<'a> BlockPairs<'a> {
     fn new(group: &'a GroupPair, grains: u64) -> Self {
-        let phases = if group.phases.is_empty() { 0 } else { group.meeting.phases() };
+        let phases = if group.phases.is_empty() { 0 } else { group.grid.phases() };
         let grains = usize::try_from(grains).unwrap_or(0).min(1 << 20);
         let fine = if group.fine.is_some() { Vec::with_capacity(grains) } else { Vec::new() };
-        Found { group, fine, phases: vec![Default::default(); usize::try_from(phases).unwrap_or(0)], overflow: false }
+        BlockPairs {
+            group,
+            fine,
+            phases: vec![Default::default(); usize::try_from(phases).unwrap_or(0)],
+            overflow: false,
+        }
     }
 
     fn push(&mut self, grain: u64, local: u32, remote: u32) {
-        let meeting = self.group.meeting;
+        let grid = self.group.grid;
         if self.group.fine.is_some() {
             let fine = |id: u32, subs: u64| {
                 let id = u64::from(id).saturating_mul(subs).saturating_add(grain % subs.max(1));
                 u32::try_from(id).ok()
             };
-            match (fine(local, meeting.local_subs), fine(remote, meeting.remote_subs)) {
+            match (fine(local, grid.local_subs), fine(remote, grid.remote_subs)) {
                 (Some(l), Some(r)) => self.fine.push((l, r)),
                 _ => self.overflow = true,
             }
         }
-        let phase = usize::try_from(grain % meeting.phases().max(1)).unwrap_or(usize::MAX);
+        let phase = usize::try_from(grain % grid.phases().max(1)).unwrap_or(usize::MAX);
         if let Some((locals, remotes)) = self.phases.get_mut(phase) {
             locals.push(local);
             remotes.push(remote);
@@ -294,7 +299,7 @@ impl<'a> Found<'a> {
                 format!(
                     "KV-cache group {}: a block id times {} does not fit 32 bits",
                     self.group.local,
-                    self.group.meeting.local_subs.max(self.group.meeting.remote_subs)
+                    self.group.grid.local_subs.max(self.group.grid.remote_subs)
                 ),
             ));
         }
@@ -317,11 +322,11 @@ impl<'a> Found<'a> {
 /// The tokens from `from` on of a grain: segments of their own, with the blocks' places in them, for the extra list that
 /// holds one block with id 0 on either side.
 fn edge(rank: &RankPlan, group: &GroupPair, grain: u64, (local, remote): (u32, u32), from: u64) -> Vec<Segment> {
-    let phase = grain % group.meeting.phases().max(1);
-    let runs = group.meeting.runs(&group.local_group, &group.remote_group, phase, from..group.meeting.grain);
+    let phase = grain % group.grid.phases().max(1);
+    let runs = group.grid.runs(&group.local_group, &group.remote_group, phase, from..group.grid.grain);
     let mut segments = Vec::new();
     for pair in &group.pairs {
-        let steps = Steps { list: rank.lists, local: pair.local.block_stride, remote: pair.remote.block_stride };
+        let steps = BlockStrides { list: rank.lists, local: pair.local.block_stride, remote: pair.remote.block_stride };
         segments.extend(template::intersect(pair, &runs, steps).map(|segment| Segment {
             local_offset: segment.local_offset.wrapping_add(segment.local_stride.wrapping_mul(local.into())),
             remote_offset: segment.remote_offset.wrapping_add(segment.remote_stride.wrapping_mul(remote.into())),

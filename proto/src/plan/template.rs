@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 
 use super::Segment;
-use super::meeting::TokenRun;
+use super::block_grid::TokenRun;
 use crate::geometry::{Area, Axes, Piece, fold, runs as run_count};
 
 /// A layer's part on both ranks, and the heads that travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Pair<'a> {
+pub(super) struct AreaPair<'a> {
     pub(super) local: Cow<'a, Area>,
     pub(super) remote: Cow<'a, Area>,
     pub(super) first_head: u32,
@@ -30,12 +30,12 @@ pub(super) fn pair<'a>(
     (first_head, heads): (u32, u32),
     local: impl Fn(&str) -> Option<&'a Area>,
     remote: impl Fn(&str) -> Option<&'a Area>,
-) -> Result<Option<Pair<'a>>, Unlike> {
-    let found = |local, remote| Ok(Some(Pair { local, remote, first_head, heads }));
+) -> Result<Option<AreaPair<'a>>, PartsDiffer> {
+    let found = |local, remote| Ok(Some(AreaPair { local, remote, first_head, heads }));
     let cut = |packed: &Area, other: &Area| {
         let len = other.token_bytes();
         if packed.units != 1 || len > packed.content {
-            return Err(Unlike);
+            return Err(PartsDiffer);
         }
         let from = if part == "k" { 0 } else { packed.content - len };
         Ok(part_of(packed, from, len))
@@ -49,25 +49,25 @@ pub(super) fn pair<'a>(
         ((None, None), Some(l), Some(r)) => found(Cow::Borrowed(l), Cow::Borrowed(r)),
         ((Some(l), None), _, Some(r)) => found(Cow::Borrowed(l), Cow::Owned(cut(r, l)?)),
         ((None, Some(r)), Some(l), _) => found(Cow::Owned(cut(l, r)?), Cow::Borrowed(r)),
-        _ => Err(Unlike),
+        _ => Err(PartsDiffer),
     }
 }
 
 /// A layer of the two sides that cannot be copied part by part: a part is missing on one of them, or what one packs is not
 /// what the other has apart.
 #[derive(Debug)]
-pub(super) struct Unlike;
+pub(super) struct PartsDiffer;
 
 /// Where the blocks of a segment lie: which pair of lists names them, and the bytes from one to the next.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Steps {
+pub(super) struct BlockStrides {
     pub(super) list: u32,
     pub(super) local: u64,
     pub(super) remote: u64,
 }
 
 /// A token run's part within one page on either side: bytes from the first token of the block, and how many tokens.
-fn paged<'a>(pair: &'a Pair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64)> + 'a {
+fn paged<'a>(pair: &'a AreaPair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64)> + 'a {
     let (local, remote) = (&*pair.local, &*pair.remote);
     runs.iter().flat_map(move |run| {
         let mut done = 0;
@@ -101,13 +101,13 @@ fn units(local: &Area, remote: &Area) -> Option<(u64, (u32, [u64; 2]))> {
     }
 }
 
-/// Whether the two sides' areas have the same bytes per token and head, and run lengths that fit each other.
+/// True if the two sides' areas have the same bytes per token and head, and run lengths that fit each other.
 pub(super) fn units_fit(local: &Area, remote: &Area) -> bool {
     units(local, remote).is_some()
 }
 
 /// The base in either region of each paged token run of a pair, and the contiguous bytes and axes from there.
-fn common<'a>(pair: &'a Pair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64, Axes<2>)> + 'a {
+fn common<'a>(pair: &'a AreaPair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64, Axes<2>)> + 'a {
     let (local, remote) = (&*pair.local, &*pair.remote);
     let base = |area: &Area| {
         let skipped = u64::from(pair.first_head.saturating_sub(area.first_head));
@@ -129,15 +129,15 @@ fn common<'a>(pair: &'a Pair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = 
 }
 
 /// How many runs [`intersect`] makes of a pair before merging. Saturates.
-pub(super) fn runs(pair: &Pair<'_>, tokens: &[TokenRun]) -> u64 {
+pub(super) fn runs(pair: &AreaPair<'_>, tokens: &[TokenRun]) -> u64 {
     common(pair, tokens).fold(0u64, |sum, (_, content, axes)| sum.saturating_add(run_count(content, axes)))
 }
 
-/// What a pair has in common, cut into runs that are contiguous on both sides.
+/// Cuts the intersection of a pair into runs that are contiguous on both sides.
 pub(super) fn intersect<'a>(
-    pair: &'a Pair<'_>,
+    pair: &'a AreaPair<'_>,
     tokens: &'a [TokenRun],
-    steps: Steps,
+    steps: BlockStrides,
 ) -> impl Iterator<Item = Segment> + 'a {
     let (local_region, remote_region) = (pair.local.region, pair.remote.region);
     common(pair, tokens).flat_map(move |(base, content, axes)| {

@@ -24,7 +24,7 @@ struct Network {
 }
 
 impl AllowedHosts {
-    /// Reads a list of names, addresses and networks with commas between them, such as `10.1.0.0/16, prefill-0.example`.
+    /// Reads a list of names, addresses and networks, such as `10.1.0.0/16, prefill-0.example`.
     ///
     /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for an entry that is none of these, for an empty list and
     /// for more than 4096 entries.
@@ -48,8 +48,8 @@ impl AllowedHosts {
         Ok(allowed)
     }
 
-    /// Whether the list has this host: a name as it is written, an address by its network. An IPv6 address may stand in
-    /// brackets. A name is not resolved, so it needs an entry of its own whatever its address.
+    /// True if the list has this host. A name counts as it is written, an address by its network. An IPv6 address may
+    /// stand in brackets. A name is not resolved, so it needs an entry of its own whatever its address.
     pub fn allows(&self, host: &str) -> bool {
         match address_of(host) {
             Some(address) => self.networks.iter().any(|network| network.holds(address)),
@@ -116,7 +116,7 @@ fn bits_of(address: IpAddr) -> u128 {
     }
 }
 
-/// Whether a text can be a host's name: the letters of the DNS, and the underscore of container networks.
+/// True if a text can be a host's name: the letters of the DNS, and the underscore of container networks.
 fn is_name(text: &str) -> bool {
     let has_letter = text.bytes().any(|byte| byte.is_ascii_alphabetic());
     has_letter && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))

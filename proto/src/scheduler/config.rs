@@ -1,4 +1,4 @@
-//! What the scheduler side's state machine is told at start.
+//! The configuration of the scheduler side's state machine.
 
 use super::allowed::AllowedHosts;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use crate::wire::EngineShape;
 
 /// Settings of one engine's scheduler side.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SchedulerConfig {
+pub struct SchedulerMachineConfig {
     /// The engine.
     pub engine_id: EngineId,
     /// This life of the engine.
@@ -19,21 +19,21 @@ pub struct SchedulerConfig {
     pub pp_size: u32,
     /// Decode-context-parallel size, at least 1.
     pub dcp_size: u32,
-    /// The KV-cache groups in the engine's order, as in any rank's geometry; with decode context parallelism `token_ranks`
-    /// says how many tokens an entry of a block list stands for.
+    /// The KV-cache groups in the engine's order, as in any rank's geometry. With decode context parallelism
+    /// `token_ranks` says how many tokens an entry of a block list stands for.
     pub groups: Vec<Group>,
-    /// The block that stands for "no block here" in a block list (vLLM: 0); it is never read or written.
+    /// The id that stands for "no block" in a block list (vLLM: 0). It is never read or written.
     pub null_block: Option<u32>,
-    /// Whether the engine reuses a request's blocks for other requests with the same prefix (vLLM: prefix caching). Then a
-    /// block of a sliding-window group must be filled whole, also in front of the window.
+    /// True if the engine reuses blocks for other requests with the same prefix (vLLM: prefix caching). Then a block
+    /// of a sliding-window group must be filled whole, also in front of the window.
     pub reuses_blocks: bool,
     /// How long a hand-over's blocks are kept without a heartbeat, in milliseconds, at least 1000.
     pub lease_ms: u64,
-    /// Whether a finished prefill's answer may leave before all of its blocks are written, as where a GPU still computes a
-    /// draft's cache or copies a state. Who loads them then asks the listener, as of a prefill that is under way.
+    /// True if a finished prefill's answer may leave before its blocks are written. A GPU may still compute a draft's
+    /// cache or copy a state. A consumer that loads them then asks the listener, as of a prefill that is under way.
     pub written_late: bool,
-    /// Where conversations go on: a decode engine keeps what it has of one, and a prefill engine loads that for the next
-    /// turn.
+    /// The settings of conversations that go on, if they do. A decode engine keeps what it has of one, and a prefill
+    /// engine loads that for the next turn.
     pub multi_turn: Option<MultiTurn>,
     /// Hosts that this engine may be told to read from. None: any.
     pub allowed_hosts: Option<AllowedHosts>,
@@ -42,19 +42,19 @@ pub struct SchedulerConfig {
 /// How histories of conversations travel back from decode engines to prefill engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MultiTurn {
-    /// How long a decode engine keeps a history without a heartbeat, in milliseconds, at least 1000. None comes between two
-    /// turns.
+    /// How long a decode engine keeps a history without a heartbeat, in milliseconds. At least 1000. None comes
+    /// between two turns.
     pub lease_ms: u64,
-    /// How many tokens have to be missing in a prefill engine for a load to be worth it.
+    /// The fewest missing tokens for which a prefill engine loads the history.
     pub least_tokens: u64,
     /// The most blocks that histories keep from the decode engine's other requests, all together. The oldest give way.
     pub most_blocks: u64,
 }
 
-impl SchedulerConfig {
+impl SchedulerMachineConfig {
     /// A configuration of one rank with every default.
     pub fn new(engine_id: EngineId, incarnation: Incarnation, groups: Vec<Group>) -> Self {
-        SchedulerConfig {
+        SchedulerMachineConfig {
             engine_id,
             incarnation,
             tp_size: 1,

@@ -4,16 +4,16 @@
 //!
 //! | when | call | role | effect |
 //! | --- | --- | --- | --- |
-//! | a request came in | [`Scheduler::arrived`] | consumer | hold: workers connect and keep the lease alive |
-//! | prefix lookup | [`Scheduler::matched`] | consumer | none; how many tokens can be loaded |
-//! | blocks allocated | [`Scheduler::allocated`] | consumer | load, or release when nothing is to be loaded |
-//! | tokens are written | [`Scheduler::progressed`] | producer | consumers that want to know are told |
-//! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
-//! | a step is scheduled | [`Scheduler::encode_step`] | both | hands out what the calls above queued |
-//! | a rank reported | [`Scheduler::on_report`] | both | what every rank has reported is over, and returned |
-//! | the host knows that all ranks have | [`Scheduler::over`] | both | the same without their reports |
-//! | blocks are short, or weights have changed | [`Scheduler::forget_histories`] | consumer | conversations are let go of |
-//! | after `progressed`, `finished`, `on_report`, `over` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
+//! | a request came in | [`SchedulerMachine::arrived`] | consumer | hold: workers connect and keep the lease alive |
+//! | prefix lookup | [`SchedulerMachine::matched`] | consumer | none; how many tokens can be loaded |
+//! | blocks allocated | [`SchedulerMachine::allocated`] | consumer | load, or release when nothing is to be loaded |
+//! | tokens are written | [`SchedulerMachine::progressed`] | producer | consumers that follow the prefill are told |
+//! | the request ended | [`SchedulerMachine::finished`] | both | producer: grant or drop; consumer: release or abort |
+//! | a step is scheduled | [`SchedulerMachine::encode_step`] | both | hands out what the calls above queued |
+//! | a rank reported | [`SchedulerMachine::on_report`] | both | what every rank has reported is over, and returned |
+//! | the host knows that all ranks have | [`SchedulerMachine::over`] | both | the same without their reports |
+//! | blocks are short, or weights have changed | [`SchedulerMachine::forget_histories`] | consumer | kept conversations are evicted |
+//! | after `progressed`, `finished`, `on_report`, `over` | [`SchedulerMachine::poll_notice`] | producer | what consumers that await prefills are told |
 //!
 //! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
 //! producer's from `finished` until its sending is over. So the machine holds no more than the engine does, and a bounded
@@ -30,9 +30,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use serde::Serialize;
 
 pub use allowed::AllowedHosts;
-pub use config::{MultiTurn, SchedulerConfig};
+pub use config::{MultiTurn, SchedulerMachineConfig};
 
-use crate::aggregate::{Aggregator, Direction, Outcome};
+use crate::aggregate::{Aggregator, Outcome, RequestSide};
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RequestId};
 use crate::plan::Holding;
@@ -43,12 +43,12 @@ use crate::wire::{
 /// The largest id of a lease: it travels through the JSON of proxies, whose numbers may have 53 bits.
 const MAX_LEASE_ID: u64 = (1 << 53) - 1;
 
-/// What can be loaded for a request.
+/// The tokens that can be loaded for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Match {
+pub struct PrefixMatch {
     /// Tokens beyond those computed here.
     pub tokens: u64,
-    /// Whether they are loaded between steps, while the engine runs other requests.
+    /// True if they are loaded between steps, while the engine runs other requests.
     pub asynchronous: bool,
 }
 
@@ -61,55 +61,54 @@ pub enum FinishOutcome {
     Aborted,
 }
 
-/// What becomes of a finished request's blocks.
+/// The fate of a finished request's blocks.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Finish {
-    /// Whether the blocks must stay until a report says that the request's sending (producer) or receiving (consumer)
-    /// is over.
+pub struct FinishResult {
+    /// True if the blocks must stay until a report says that sending or receiving is over.
     pub keep: bool,
     /// Producer: what to hand to the decoder.
     pub params: Option<TransferParams>,
 }
 
-/// What consumers that await a prefill are to be told of it, by its `transfer_id`.
+/// News of a prefill for the consumers that await it, by its `transfer_id`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Notice {
+pub enum PrefillNotice {
     /// It is over, its blocks are kept, and all ranks have said that these are written.
     Ready(Prefill),
     /// It is under way, and its blocks hold so much.
-    Progressed(Prefill),
-    /// What was said of it while it was under way does not hold any more.
-    Withdrawn(RequestId),
+    Written(Prefill),
+    /// Retracts everything announced about it.
+    Retracted(RequestId),
     /// Nothing is kept of it (any more).
     Gone(RequestId),
 }
 
 /// A finished prefill that is kept.
 #[derive(Debug)]
-struct Sent {
+struct KeptPrefill {
     /// Its `transfer_id`.
     name: Option<RequestId>,
-    /// What consumers that await it are to be told, until all ranks have said that it can be read.
+    /// The announcement for consumers that await it, until all ranks have said that it can be read.
     unannounced: Option<Prefill>,
 }
 
 /// A decoded request whose blocks are kept for the conversation's next turn.
 #[derive(Debug)]
-struct History {
+struct KeptConversation {
     request: RequestId,
     blocks: u64,
-    /// It was let go of, and its blocks are not free yet.
-    leaves: bool,
+    /// It was evicted, and its blocks are not free yet.
+    evicted: bool,
 }
 
 /// A prefill that was told of while it is under way.
 #[derive(Debug)]
-struct UnderWay {
+struct RunningPrefill {
     /// Its `transfer_id`.
     name: RequestId,
-    /// Of the lease that it will be granted if its blocks stay its own until then.
+    /// The id of the lease that it gets if its blocks stay its own until its end.
     lease_id: u64,
-    /// What was told last, of groups that keep all tokens.
+    /// The blocks announced last, of groups that keep all tokens.
     blocks: Vec<Blocks>,
     tokens: u64,
 }
@@ -131,7 +130,7 @@ struct Recv {
     state: RecvState,
 }
 
-/// What a scheduler side counted since its start, and holds now. What each figure is, in words, is in
+/// Counters of one scheduler side since its start, and gauges. The meaning of each figure is in
 /// [`METRICS`](crate::stats::METRICS).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct SchedulerStats {
@@ -139,7 +138,7 @@ pub struct SchedulerStats {
     pub holds: u64,
     /// Consumer: loads.
     pub loads: u64,
-    /// Consumer: requests given back without a load.
+    /// Consumer: requests released without a load.
     pub releases: u64,
     /// Consumer: loads aborted.
     pub aborts: u64,
@@ -158,36 +157,36 @@ pub struct SchedulerStats {
 /// One engine's state machine, producer and consumer at once. Not thread-safe by itself: the host's scheduler thread
 /// owns it.
 #[derive(Debug)]
-pub struct Scheduler {
-    config: SchedulerConfig,
+pub struct SchedulerMachine {
+    config: SchedulerMachineConfig,
     address: Option<(String, u16)>,
     recvs: HashMap<RequestId, Recv>,
     /// Prefills that were told of while they are under way.
-    under_way: HashMap<RequestId, UnderWay>,
+    running: HashMap<RequestId, RunningPrefill>,
     /// Finished prefills that are kept.
-    sends: HashMap<RequestId, Sent>,
-    /// What consumers call them.
-    called: HashSet<RequestId>,
-    notices: VecDeque<Notice>,
+    sends: HashMap<RequestId, KeptPrefill>,
+    /// The names by which consumers know them.
+    names: HashSet<RequestId>,
+    notices: VecDeque<PrefillNotice>,
     aggregator: Aggregator,
     /// The last lease granted.
     lease_id: u64,
     /// Conversations that are kept for their next turns, the oldest first.
-    histories: VecDeque<History>,
+    histories: VecDeque<KeptConversation>,
     step: StepMetadata,
     stats: SchedulerStats,
 }
 
-impl Scheduler {
-    /// A machine without requests. Errors: what [`SchedulerConfig::check`] says.
-    pub fn new(config: SchedulerConfig) -> Result<Scheduler> {
+impl SchedulerMachine {
+    /// A machine without requests. Errors: what [`SchedulerMachineConfig::check`] says.
+    pub fn new(config: SchedulerMachineConfig) -> Result<SchedulerMachine> {
         config.check()?;
-        Ok(Scheduler {
+        Ok(SchedulerMachine {
             address: None,
             recvs: HashMap::new(),
-            under_way: HashMap::new(),
+            running: HashMap::new(),
             sends: HashMap::new(),
-            called: HashSet::new(),
+            names: HashSet::new(),
             notices: VecDeque::new(),
             aggregator: Aggregator::new(config.shape().rank_ids())?,
             config,
@@ -199,7 +198,7 @@ impl Scheduler {
     }
 
     /// The configuration.
-    pub fn config(&self) -> &SchedulerConfig {
+    pub fn config(&self) -> &SchedulerMachineConfig {
         &self.config
     }
 
@@ -218,23 +217,23 @@ impl Scheduler {
         self.sends.len()
     }
 
-    /// Whether the next step has work, so that an engine without other work must still make one.
+    /// True if the next step has work. An engine without other work must still make one.
     pub fn has_pending(&self) -> bool {
         !self.step.is_empty()
     }
 
-    /// States what every rank of this engine holds; the workers are told with the next step. Needed before the first
-    /// load of an engine of several ranks.
+    /// States the holdings of every rank of this engine, which the next step tells the workers. Needed before the
+    /// first load of an engine of several ranks.
     pub fn set_engine(&mut self, ranks: Vec<Holding>) {
         self.step.engine = ranks;
     }
 
-    /// The workers were started anew, and know nothing of this machine's requests: with the next step they are told what every
-    /// rank holds, and of the requests that wait to be loaded. What the workers before them had begun they have reported as
-    /// over. What is granted from here on is of another `life` of the engine.
+    /// Takes over the engine's new workers, which know nothing of this machine's requests. The next step tells them what every
+    /// rank holds, and of the requests that wait to be loaded. Loads that the old workers had begun they have reported as over.
+    /// Leases granted from here on are of another `life` of the engine.
     pub fn renew_engine(&mut self, life: Incarnation, ranks: Vec<Holding>) {
         self.config.incarnation = life;
-        self.notices.extend(self.under_way.drain().map(|(_, begun)| Notice::Withdrawn(begun.name)));
+        self.notices.extend(self.running.drain().map(|(_, begun)| PrefillNotice::Retracted(begun.name)));
         self.set_engine(ranks);
         let queued = &self.step.holds;
         let waits = |(request, recv): (&RequestId, &Recv)| {
@@ -252,13 +251,13 @@ impl Scheduler {
     }
 
     /// The id of the next lease granted is made of `random`. The driver gives 64 bits that nobody can guess before each
-    /// prefill that ends, because who knows a lease's id may keep its blocks. Without that, ids count.
+    /// prefill that ends, because a client that knows a lease's id may keep its blocks. Without that, ids count.
     pub fn set_lease_entropy(&mut self, random: u64) {
         self.lease_id = random % MAX_LEASE_ID;
     }
 
-    /// Consumer: a request came in; if it was prefilled remotely, its lease is kept alive from the next step on. Calling
-    /// it is optional, and calling it again changes nothing.
+    /// Consumer: takes a request that came in. If it was prefilled remotely, its lease is kept alive from the next
+    /// step on. Calling it is optional, and calling it again changes nothing.
     ///
     /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the missing or malformed keys; nothing is
     /// remembered then.
@@ -284,11 +283,11 @@ impl Scheduler {
         params: &TransferParams,
         prompt_tokens: u64,
         computed_tokens: u64,
-    ) -> Result<Match> {
+    ) -> Result<PrefixMatch> {
         params::check_roles(request, params)?;
         let known = self.recvs.get(request).is_some_and(|recv| recv.state != RecvState::Held);
         if !self.loads(params) || known {
-            return Ok(Match::default());
+            return Ok(PrefixMatch::default());
         }
         params::remote(request, params, &self.config)?;
         let held = params::held_tokens(request, params, &self.config, prompt_tokens)?;
@@ -299,18 +298,18 @@ impl Scheduler {
         if params.do_remote_decode && self.config.multi_turn.as_ref().is_some_and(|turns| tokens < turns.least_tokens) {
             tokens = 0;
         }
-        Ok(Match { tokens, asynchronous: tokens > 0 })
+        Ok(PrefixMatch { tokens, asynchronous: tokens > 0 })
     }
 
-    /// Consumer: `local_blocks` (per KV-cache group, those to be filled, in the order of their tokens) are allocated for
-    /// the last `external_tokens` of the prompt's `prompt_tokens`. Queues the load; with `external_tokens` 0, the release that the
-    /// producer is owed. Only the first call for a request does anything.
+    /// Consumer: queues the load of the prompt's last `external_tokens` tokens into `local_blocks`. These are the
+    /// allocated blocks to fill, per KV-cache group, in the order of their tokens. With
+    /// `external_tokens` 0 it queues the release instead. Only the first call for a request does anything.
     ///
     /// Blocks that the tokens do not fit become a load that fails as an invalid request on every worker, so that the
     /// host, which may have committed itself to a load, gets its terminal report. Whether the producer's blocks fit is
     /// found by the workers, who know its block sizes.
     ///
-    /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that [`Scheduler::matched`] refuses, for a
+    /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that [`SchedulerMachine::matched`] refuses, for a
     /// wrong number of lists and for more than [`MAX_BLOCK_IDS`](limits::MAX_BLOCK_IDS) blocks; nothing is queued then.
     pub fn allocated(
         &mut self,
@@ -370,43 +369,43 @@ impl Scheduler {
         self.stats.loads += 1;
         self.step.loads.push(load);
         // An earlier request may have had this id.
-        self.aggregator.forget_side(request, Direction::Recv);
+        self.aggregator.forget_side(request, RequestSide::Recv);
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Loading { ended: false } });
         Ok(())
     }
 
-    /// Lets go of the `most` oldest conversations that are kept for their next turns, because the host needs their blocks, or
-    /// what they hold is no longer valid. Their blocks are free when the workers have reported them as sent. Returns how
-    /// many have been let go of, now or earlier, whose blocks are not free yet.
+    /// Evicts the `most` oldest conversations kept for their next turns. The host needs their blocks, or the contents
+    /// are no longer valid. Their blocks are free when the workers have reported them as sent. Returns how many
+    /// evicted ones, now or earlier, have blocks that are not free yet.
     pub fn forget_histories(&mut self, most: usize) -> usize {
         let mut left = most;
-        self.let_go(|_| {
-            let goes = left > 0;
+        self.evict_while(|_| {
+            let evict = left > 0;
             left = left.saturating_sub(1);
-            goes
+            evict
         });
-        self.histories.iter().filter(|history| history.leaves).count()
+        self.histories.iter().filter(|history| history.evicted).count()
     }
 
-    /// Lets go of conversations from the oldest one on, while `goes` says so of the next one's number of blocks.
-    fn let_go(&mut self, mut goes: impl FnMut(u64) -> bool) {
-        let staying = self.histories.iter_mut().filter(|history| !history.leaves);
-        for history in staying.take_while(|history| goes(history.blocks)) {
-            history.leaves = true;
+    /// Evicts kept conversations, oldest first, while `evict(blocks)` returns true.
+    fn evict_while(&mut self, mut evict: impl FnMut(u64) -> bool) {
+        let staying = self.histories.iter_mut().filter(|history| !history.evicted);
+        for history in staying.take_while(|history| evict(history.blocks)) {
+            history.evicted = true;
             self.step.dropped.push(history.request.clone());
         }
     }
 
-    /// The request ended; `blocks` are its blocks per KV-cache group and `computed_tokens` the tokens whose cache they
+    /// Ends a request. `blocks` are its blocks per KV-cache group and `computed_tokens` the tokens whose cache they
     /// hold.
     ///
     /// - Producer, `do_remote_decode`, complete: the blocks are kept, a lease is granted with the next step, and the
     ///   params for the decoder come back. In any other outcome, or without blocks, nothing is kept. With a `transfer_id`
-    ///   that is what consumers call it, and those that await it are told ([`Scheduler::poll_notice`]).
+    ///   that is what consumers call it, and those that await it are told ([`SchedulerMachine::poll_notice`]).
     ///   A request whose history is still being loaded ends without a hand-over.
-    /// - Consumer: a request without a load gives the producer's blocks back; one that is being loaded is aborted, and
+    /// - Consumer: a request without a load releases the producer's blocks; one that is being loaded is aborted, and
     ///   its blocks must stay until its terminal report; one that was loaded owes nothing. Params that name no producer
-    ///   have nothing to give back and are no error here.
+    ///   have nothing to release and are no error here.
     /// - Consumer, complete, where conversations go on: what it has is kept for the next turn, and the params for that turn's
     ///   prefill engine come back.
     ///
@@ -419,13 +418,13 @@ impl Scheduler {
         outcome: FinishOutcome,
         blocks: Vec<Blocks>,
         computed_tokens: u64,
-    ) -> Result<Finish> {
-        let begun = self.under_way.remove(request);
+    ) -> Result<FinishResult> {
+        let begun = self.running.remove(request);
         let finish = self.finish(request, params, outcome, &blocks, computed_tokens, begun.as_ref());
         if let Some(begun) = begun
             && self.sends.get(request).is_none_or(|sent| sent.name.as_ref() != Some(&begun.name))
         {
-            self.notices.push_back(Notice::Withdrawn(begun.name));
+            self.notices.push_back(PrefillNotice::Retracted(begun.name));
         }
         finish
     }
@@ -437,8 +436,8 @@ impl Scheduler {
         outcome: FinishOutcome,
         blocks: &[Blocks],
         computed_tokens: u64,
-        begun: Option<&UnderWay>,
-    ) -> Result<Finish> {
+        begun: Option<&RunningPrefill>,
+    ) -> Result<FinishResult> {
         let recv = self.recvs.get_mut(request);
         let known = recv.is_some();
         if let Some(recv) = recv {
@@ -453,13 +452,13 @@ impl Scheduler {
                             // With a name that nobody can have, none awaits it. The load's blocks stay in any case.
                             let name = params::name(request, params).unwrap_or_default();
                             let called = name.as_ref().unwrap_or(request);
-                            if !self.called.contains(called) {
+                            if !self.names.contains(called) {
                                 self.drop_prefill(called);
-                                self.notices.extend(name.map(Notice::Gone));
+                                self.notices.extend(name.map(PrefillNotice::Gone));
                             }
                         }
                     }
-                    return Ok(Finish { keep: true, params: None });
+                    return Ok(FinishResult { keep: true, params: None });
                 }
                 RecvState::Held => {
                     let remote = recv.remote.clone();
@@ -470,7 +469,7 @@ impl Scheduler {
             self.recvs.remove(request);
         }
         if known && self.config.multi_turn.is_none() {
-            return Ok(Finish::default());
+            return Ok(FinishResult::default());
         }
         params::check_roles(request, params)?;
         if !known
@@ -482,22 +481,22 @@ impl Scheduler {
         if params.do_remote_decode {
             let name = params::name(request, params)?;
             let finish = self.finished_prefill(request, name.as_ref(), outcome, blocks, computed_tokens, begun);
-            self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
+            self.notices.extend(name.filter(|name| !self.names.contains(name)).map(PrefillNotice::Gone));
             return finish;
         }
         if params.do_remote_prefill && outcome == FinishOutcome::Complete && params.shared != Some(true) {
             return self.finished_turn(request, blocks, computed_tokens);
         }
-        Ok(Finish::default())
+        Ok(FinishResult::default())
     }
 
     /// The next thing to tell consumers that await prefills.
-    pub fn poll_notice(&mut self) -> Option<Notice> {
+    pub fn poll_notice(&mut self) -> Option<PrefillNotice> {
         self.notices.pop_front()
     }
 
     /// The work for the next step, for every worker alike, as an encoded [`StepMetadata`]. Each piece of work is handed out
-    /// once. What does not fit into one message comes with the next steps ([`Scheduler::has_pending`]).
+    /// once. What does not fit into one message comes with the next steps ([`SchedulerMachine::has_pending`]).
     ///
     /// Errors: those of encoding; nothing is taken then.
     pub fn encode_step(&mut self) -> Result<Vec<u8>> {
@@ -514,7 +513,7 @@ impl Scheduler {
         let outcome = self.aggregator.poll().unwrap_or_default();
         for request in &outcome.granted {
             let prefill = self.sends.get_mut(request).and_then(|sent| sent.unannounced.take());
-            self.notices.extend(prefill.map(Notice::Ready));
+            self.notices.extend(prefill.map(PrefillNotice::Ready));
         }
         outcome.finished_sending.iter().for_each(|request| self.sent(request));
         outcome.finished_recving.iter().for_each(|request| self.received(request));
@@ -524,19 +523,19 @@ impl Scheduler {
     /// The host knows by itself that every rank is done with `request` on this side. It is over now, whether or not the
     /// ranks' reports have come or ever come, and no outcome names it any more. A request that is not known, or over
     /// already, is no error. Its id must not be used again before the reports have come: they would count for the new one.
-    pub fn over(&mut self, request: &RequestId, direction: Direction) {
+    pub fn over(&mut self, request: &RequestId, direction: RequestSide) {
         self.aggregator.end(request, direction);
         match direction {
-            Direction::Send => self.sent(request),
-            Direction::Recv => self.received(request),
+            RequestSide::Send => self.sent(request),
+            RequestSide::Recv => self.received(request),
         }
     }
 
     fn sent(&mut self, request: &RequestId) {
-        let Some(Sent { name, .. }) = self.sends.remove(request) else { return };
+        let Some(KeptPrefill { name, .. }) = self.sends.remove(request) else { return };
         self.histories.retain(|history| history.request != *request);
-        self.called.remove(name.as_ref().unwrap_or(request));
-        self.notices.extend(name.map(Notice::Gone));
+        self.names.remove(name.as_ref().unwrap_or(request));
+        self.notices.extend(name.map(PrefillNotice::Gone));
     }
 
     fn received(&mut self, request: &RequestId) {
@@ -558,7 +557,7 @@ impl Scheduler {
         self.step.releases.push(Release { request, remote });
     }
 
-    /// Whether a producer is named whose cache is to be loaded: by what a decoder is given, or, where conversations go on, by
+    /// True if a producer is named whose cache is to be loaded: by what a decoder is given, or, where conversations go on, by
     /// what a prefill engine is given of the turn before.
     fn loads(&self, params: &TransferParams) -> bool {
         params.do_remote_prefill || (self.config.multi_turn.is_some() && params::names_history(params))

@@ -1,7 +1,10 @@
-//! What of a request that has ended is kept for another engine, and offered to it.
+//! The end of a request: which blocks are kept for another engine, and the params that offer them.
 
-use super::{Finish, FinishOutcome, History, MAX_LEASE_ID, MultiTurn, Notice, Scheduler, Sent, UnderWay, params};
-use crate::aggregate::Direction;
+use super::{
+    FinishOutcome, FinishResult, KeptConversation, KeptPrefill, MAX_LEASE_ID, MultiTurn, PrefillNotice, RunningPrefill,
+    SchedulerMachine, params,
+};
+use crate::aggregate::RequestSide;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::RequestId;
 use crate::wire::{Blocks, Grant, Prefill, TransferParams};
@@ -9,18 +12,19 @@ use crate::wire::{Blocks, Grant, Prefill, TransferParams};
 /// Prefills that are told of while they are under way. A host that finishes what it begins has no more than its engine runs.
 const MAX_UNDER_WAY: usize = 65_536;
 
-impl UnderWay {
-    /// Whether these blocks, with so many tokens, can be those that were told of before and what has come since.
-    fn goes_on(&self, blocks: &[Blocks], tokens: u64) -> bool {
+impl RunningPrefill {
+    /// True if these blocks, with so many tokens, can be those that were told of before and what has come since.
+    fn continues(&self, blocks: &[Blocks], tokens: u64) -> bool {
         tokens >= self.tokens && self.blocks.iter().zip(blocks).all(|(known, now)| now.ids().starts_with(known.ids()))
     }
 }
 
-impl Scheduler {
-    /// Producer: the first `tokens` tokens of a prefill under way that consumers may await as `name` are written, by all ranks, into
-    /// these blocks (per KV-cache group, in the order of the tokens; those of groups with windows, chunks or states are not looked
-    /// at). `tokens` 0: the blocks that were given before are given away, as when the request is preempted. To be called until
-    /// [`Scheduler::finished`] is, and behind it, while the blocks are kept, if what was written last is known only then.
+impl SchedulerMachine {
+    /// Producer: announces that the first `tokens` tokens of a prefill under way are written. All ranks have written
+    /// them into these blocks (per KV-cache group, in the order of the tokens; those of groups with windows, chunks
+    /// or states are ignored). Consumers may await the prefill as `name`. `tokens` 0: the blocks that were given
+    /// before are given away, as when the request is preempted. To be called until [`SchedulerMachine::finished`] is,
+    /// and behind it, while the blocks are kept, if what was written last is known only then.
     ///
     /// Consumers read what they are told of, but rely on it only if the lease that goes with it is granted at the end. So it does
     /// no harm but work if a host tells late that blocks were given away. It must tell before it tells of others; other blocks
@@ -28,34 +32,34 @@ impl Scheduler {
     ///
     /// Of several requests with one name the first counts.
     ///
-    /// Behind `finished` the blocks are those that it was given, and `blocks` is not looked at.
+    /// Behind `finished` the blocks are those that it was given, and `blocks` is ignored.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for a wrong number of lists, or one that does not hold so many tokens;
     /// [`ErrorKind::Exhausted`] when too many are under way.
     pub fn progressed(&mut self, request: &RequestId, name: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<()> {
         if tokens == 0 {
-            let begun = self.under_way.remove(request);
-            self.notices.extend(begun.map(|begun| Notice::Withdrawn(begun.name)));
+            let begun = self.running.remove(request);
+            self.notices.extend(begun.map(|begun| PrefillNotice::Retracted(begun.name)));
             return Ok(());
         }
-        if let Some(Sent { name: called, unannounced }) = self.sends.get(request) {
+        if let Some(KeptPrefill { name: called, unannounced }) = self.sends.get(request) {
             if let (Some(prefill), true) = (unannounced, called.as_ref() == Some(name)) {
                 let tokens = tokens.min(prefill.tokens);
-                let told =
+                let written =
                     Prefill { blocks: self.written(request, &prefill.blocks, tokens)?, tokens, ..prefill.clone() };
-                self.notices.push_back(Notice::Progressed(told));
+                self.notices.push_back(PrefillNotice::Written(written));
             }
             return Ok(());
         }
         let written = self.written(request, blocks, tokens)?;
-        let another = |(other, begun): (&RequestId, &UnderWay)| other != request && begun.name == *name;
-        if self.called.contains(name) || self.under_way.iter().any(another) {
+        let another = |(other, begun): (&RequestId, &RunningPrefill)| other != request && begun.name == *name;
+        if self.names.contains(name) || self.running.iter().any(another) {
             return Ok(());
         }
-        let known = self.under_way.get(request).filter(|begun| begun.name == *name && begun.goes_on(&written, tokens));
+        let known = self.running.get(request).filter(|begun| begun.name == *name && begun.continues(&written, tokens));
         let lease_id = match known {
             Some(begun) => begun.lease_id,
-            None if self.under_way.len() >= MAX_UNDER_WAY && !self.under_way.contains_key(request) => {
+            None if self.running.len() >= MAX_UNDER_WAY && !self.running.contains_key(request) => {
                 return Err(Error::new(
                     ErrorKind::Exhausted,
                     format!(
@@ -65,10 +69,16 @@ impl Scheduler {
             }
             None => self.next_lease(),
         };
-        let begun = UnderWay { name: name.clone(), lease_id, blocks: written.clone(), tokens };
-        self.under_way.insert(request.clone(), begun);
+        let begun = RunningPrefill { name: name.clone(), lease_id, blocks: written.clone(), tokens };
+        self.running.insert(request.clone(), begun);
         let (request, lease_ms) = (name.clone(), self.config.lease_ms);
-        self.notices.push_back(Notice::Progressed(Prefill { request, blocks: written, tokens, lease_ms, lease_id }));
+        self.notices.push_back(PrefillNotice::Written(Prefill {
+            request,
+            blocks: written,
+            tokens,
+            lease_ms,
+            lease_id,
+        }));
         Ok(())
     }
 
@@ -107,24 +117,24 @@ impl Scheduler {
         outcome: FinishOutcome,
         blocks: &[Blocks],
         computed_tokens: u64,
-        begun: Option<&UnderWay>,
-    ) -> Result<Finish> {
+        begun: Option<&RunningPrefill>,
+    ) -> Result<FinishResult> {
         let called = name.unwrap_or(request);
         self.check_free(request, called)?;
         if outcome == FinishOutcome::Aborted {
             self.drop_prefill(called);
-            return Ok(Finish::default());
+            return Ok(FinishResult::default());
         }
         let offered = self.offered(request, blocks, computed_tokens)?;
         if offered.iter().all(Vec::is_empty) {
             self.drop_prefill(called);
-            return Ok(Finish::default());
+            return Ok(FinishResult::default());
         }
         let late = self.config.written_late;
         let name = if late { Some(called) } else { name };
         let lease_ms = self.config.lease_ms;
         let kept = offered.iter().map(|ids| Blocks::from(ids.as_slice())).collect::<Vec<_>>();
-        let begun = begun.filter(|begun| name == Some(&begun.name) && begun.goes_on(&kept, computed_tokens));
+        let begun = begun.filter(|begun| name == Some(&begun.name) && begun.continues(&kept, computed_tokens));
         let lease_id = begun.map_or_else(|| self.next_lease(), |begun| begun.lease_id);
         let mut params = self.grant(request, name, false, (lease_ms, lease_id), offered, computed_tokens)?;
         params.do_remote_prefill = true;
@@ -133,10 +143,10 @@ impl Scheduler {
             params.transfer_id = params.remote_request_id.take();
             params.remote_block_ids = None;
         }
-        Ok(Finish { keep: true, params: Some(params) })
+        Ok(FinishResult { keep: true, params: Some(params) })
     }
 
-    /// Tells the workers, and so who asks them, that a prefill is not kept.
+    /// Tells the workers, and so the consumers that ask them, that a prefill is not kept.
     pub(super) fn drop_prefill(&mut self, called: &RequestId) {
         self.stats.drops += 1;
         self.step.dropped.push(called.clone());
@@ -148,29 +158,29 @@ impl Scheduler {
         request: &RequestId,
         blocks: &[Blocks],
         computed_tokens: u64,
-    ) -> Result<Finish> {
+    ) -> Result<FinishResult> {
         let Some(MultiTurn { lease_ms, most_blocks, .. }) = self.config.multi_turn else {
-            return Ok(Finish::default());
+            return Ok(FinishResult::default());
         };
         self.check_free(request, request)?;
         let offered = self.offered(request, blocks, computed_tokens)?;
         let count = offered.iter().map(Vec::len).sum::<usize>() as u64;
-        if count == 0 || count > most_blocks || !params::goes_on(&self.config, &offered, computed_tokens) {
-            return Ok(Finish::default());
+        if count == 0 || count > most_blocks || !params::continues(&self.config, &offered, computed_tokens) {
+            return Ok(FinishResult::default());
         }
         let lease_id = self.next_lease();
         let mut params = self.grant(request, None, true, (lease_ms, lease_id), offered, computed_tokens)?;
         params.do_remote_decode = true;
-        // Whoever reads one that is let go of learns from the verdict that it must not count on what it read.
-        let kept: u64 = self.histories.iter().filter(|history| !history.leaves).map(|history| history.blocks).sum();
+        // An engine that reads an evicted one learns from the verdict that its read does not count.
+        let kept: u64 = self.histories.iter().filter(|history| !history.evicted).map(|history| history.blocks).sum();
         let mut excess = kept.saturating_sub(most_blocks - count);
-        self.let_go(|blocks| {
-            let goes = excess > 0;
+        self.evict_while(|blocks| {
+            let evict = excess > 0;
             excess = excess.saturating_sub(blocks);
-            goes
+            evict
         });
-        self.histories.push_back(History { request: request.clone(), blocks: count, leaves: false });
-        Ok(Finish { keep: true, params: Some(params) })
+        self.histories.push_back(KeptConversation { request: request.clone(), blocks: count, evicted: false });
+        Ok(FinishResult { keep: true, params: Some(params) })
     }
 
     /// Refuses a request of which something is kept already, and a name that consumers have for another.
@@ -181,7 +191,7 @@ impl Scheduler {
                 format!("request {request} has finished already, and its blocks are kept for a decoder"),
             ));
         }
-        if self.called.contains(called) {
+        if self.names.contains(called) {
             return Err(Error::new(
                 ErrorKind::AlreadyExists,
                 format!(
@@ -205,7 +215,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// What consumers can need of `blocks`, which hold `tokens` tokens.
+    /// The part of `blocks`, which hold `tokens` tokens, that consumers can need.
     fn offered(&self, request: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<Vec<Vec<u32>>> {
         self.check_lists(request, blocks)?;
         let groups = self.config.groups.iter().zip(blocks);
@@ -263,9 +273,9 @@ impl Scheduler {
             Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
         });
         self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned(), history });
-        self.aggregator.forget_side(request, Direction::Send);
-        self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
-        self.called.insert(called.clone());
+        self.aggregator.forget_side(request, RequestSide::Send);
+        self.sends.insert(request.clone(), KeptPrefill { name: name.cloned(), unannounced });
+        self.names.insert(called.clone());
         Ok(params)
     }
 }

@@ -1,6 +1,6 @@
 //! `kv_transfer_params` from outside: what is missing and what is malformed.
 
-use super::SchedulerConfig;
+use super::SchedulerMachineConfig;
 use crate::error::{Error, Result};
 use crate::geometry::{Group, GroupKind, MAX_GROUPS};
 use crate::ids::{EngineId, Incarnation, RequestId};
@@ -38,12 +38,12 @@ pub(super) fn check_roles(request: &RequestId, params: &TransferParams) -> Resul
     Ok(())
 }
 
-/// Whether the prefill engine was asked at the same time, so that the rest is to be asked of it.
+/// True if the prefill engine was asked at the same time, so that the rest is to be asked of it.
 pub(super) fn awaits(params: &TransferParams) -> bool {
     params.transfer_id.is_some() && params.remote_request_id.is_none() && params.remote_block_ids.is_none()
 }
 
-/// Whether a prefill engine is told where the history of a conversation is: in a decode engine, whose answer to the turn
+/// True if a prefill engine is told where the history of a conversation is: in a decode engine, whose answer to the turn
 /// before the proxy passes on.
 pub(super) fn names_history(params: &TransferParams) -> bool {
     params.do_remote_decode && params.remote_block_ids.is_some()
@@ -57,7 +57,7 @@ pub(super) fn name(request: &RequestId, params: &TransferParams) -> Result<Optio
 
 /// Where the request was, or is being, prefilled. Names every missing key at once. Refuses a host that this engine may not
 /// read from.
-pub(super) fn remote(request: &RequestId, params: &TransferParams, config: &SchedulerConfig) -> Result<Remote> {
+pub(super) fn remote(request: &RequestId, params: &TransferParams, config: &SchedulerMachineConfig) -> Result<Remote> {
     check_roles(request, params)?;
     let awaits = awaits(params);
     let named = if awaits { params.transfer_id.as_ref() } else { params.remote_request_id.as_ref() };
@@ -227,7 +227,7 @@ pub(super) fn needed<'a>(group: &Group, ids: &'a [u32], tokens: u64) -> &'a [u32
 pub(super) fn held_tokens(
     request: &RequestId,
     params: &TransferParams,
-    config: &SchedulerConfig,
+    config: &SchedulerMachineConfig,
     prompt_tokens: u64,
 ) -> Result<u64> {
     let needed = config.handed_over(prompt_tokens);
@@ -265,9 +265,9 @@ pub(super) fn held_tokens(
     Ok(held)
 }
 
-/// Whether `offered`, what is left of each group's blocks, is all that a consumer needs to go on behind `tokens` tokens. A
+/// True if `offered`, what is left of each group's blocks, is all that a consumer needs to go on behind `tokens` tokens. A
 /// state is not: it may have gone on already.
-pub(super) fn goes_on(config: &SchedulerConfig, offered: &[Vec<u32>], tokens: u64) -> bool {
+pub(super) fn continues(config: &SchedulerMachineConfig, offered: &[Vec<u32>], tokens: u64) -> bool {
     config.groups.iter().zip(offered).all(|(group, ids)| {
         let front = group.kind.front(tokens.saturating_add(1)).unwrap_or(0);
         let needed = tokens.div_ceil(group.span()).saturating_sub(front / group.span());
@@ -278,7 +278,12 @@ pub(super) fn goes_on(config: &SchedulerConfig, offered: &[Vec<u32>], tokens: u6
 }
 
 /// Checks the blocks to be filled with the tokens `start..end`. The error is for people.
-pub(super) fn check_local(config: &SchedulerConfig, local: &[Blocks], start: u64, end: u64) -> Result<(), String> {
+pub(super) fn check_local(
+    config: &SchedulerMachineConfig,
+    local: &[Blocks],
+    start: u64,
+    end: u64,
+) -> Result<(), String> {
     for (g, (group, list)) in config.groups.iter().zip(local).enumerate() {
         let span = group.span();
         let expected = end.div_ceil(span).saturating_sub(start / span);

@@ -6,7 +6,7 @@ use crate::wire::{self, Message, StepMetadata};
 /// Encodes the longest beginning of `queue`, by halves, that takes at most `most` bytes, and leaves the rest in it. On an
 /// error all of it is still there.
 ///
-/// A piece of work that fits no message alone would be in the way for ever, so whoever queues one bounds it.
+/// A piece of work that fits no message alone would block the queue for ever, so the code that queues one bounds it.
 pub(super) fn take(queue: &mut StepMetadata, most: usize) -> Result<Vec<u8>> {
     let mut rest = StepMetadata::default();
     loop {

@@ -37,7 +37,7 @@ impl Page {
     }
 }
 
-/// An area of `heads` by `tokens` by `content` bytes without gaps. Whoever lays it out may not tell its tokens apart.
+/// An area of `heads` by `tokens` by `content` bytes without gaps, whose tokens the caller may not tell apart.
 fn dense(part: &str, layout: Layout, state: bool, heads: u32, tokens: u32, content: u64) -> (u64, Area) {
     let heads_first = match layout {
         Layout::TokenMajor => false,
@@ -103,8 +103,8 @@ fn page(spec: &EngineSpec, group: &GroupSpec, tokens: u32, rank: RankId) -> Page
     page
 }
 
-/// What distinguishes regions: group, layer's number in the group, plane; 0 where it does not.
-type Key = (usize, usize, usize);
+/// Distinguishes regions: group, layer's number in the group, plane; 0 where it does not.
+type RegionKey = (usize, usize, usize);
 
 /// The areas of the rank that holds `layers`, and the lengths of its regions. Arithmetic saturates; a geometry that comes
 /// near that is not valid.
@@ -114,8 +114,8 @@ pub(super) fn lay_out(
     rank: RankId,
     layers: &Range<u32>,
 ) -> (Vec<Area>, Vec<u64>) {
-    let mut all: Vec<(Key, Area)> = Vec::new();
-    let mut strides: BTreeMap<Key, u64> = BTreeMap::new();
+    let mut all: Vec<(RegionKey, Area)> = Vec::new();
+    let mut strides: BTreeMap<RegionKey, u64> = BTreeMap::new();
     for (index, group) in model.groups.iter().enumerate() {
         let state = group.kind == GroupKind::State;
         let size = spec.block_size_of(index).unwrap_or(1);
@@ -145,7 +145,7 @@ pub(super) fn lay_out(
             }
         }
     }
-    let numbers: BTreeMap<Key, u32> = strides.keys().copied().zip(0..).collect();
+    let numbers: BTreeMap<RegionKey, u32> = strides.keys().copied().zip(0..).collect();
     let lens = strides.values().map(|stride| {
         let block = stride.saturating_add(spec.gap);
         spec.lead.saturating_add(block.saturating_mul(spec.num_blocks.into()))

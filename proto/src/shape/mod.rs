@@ -2,7 +2,7 @@
 //!
 //! [`ModelSpec`] says what a token's cache is, [`EngineSpec`] how an engine splits it over ranks and lays it out in
 //! memory. [`EngineSpec::ranks`] gives every rank's [`Geometry`] and the lengths of its regions. The rules are those of
-//! vLLM 0.32, so that a deployment can be looked at before it runs.
+//! vLLM 0.32, so that a deployment can be checked before it runs.
 
 mod layout;
 
@@ -14,7 +14,7 @@ use super::plan::Holding;
 use super::wire::{AgentMetadata, EngineShape, RankMetadata, RegionMetadata};
 use crate::error::{Error, ErrorKind, Result};
 
-/// What the cache of a model consists of.
+/// The parts of a model's cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -31,7 +31,7 @@ pub struct GroupSpec {
     /// Numbers of the layers, counted from 0 over the whole model. A layer is in one group only, but may have a state
     /// and attention both.
     pub layers: Vec<u32>,
-    /// What each of these layers keeps.
+    /// The parts that each of these layers keeps.
     pub parts: Vec<PartSpec>,
 }
 
@@ -41,10 +41,10 @@ pub struct GroupSpec {
 pub struct PartSpec {
     /// Its name: `k`, `v`, `latent`, `conv`, `ssm`.
     pub name: String,
-    /// KV heads of the whole model; for a state, whatever tensor parallelism cuts it by, such as channels; 1 for a
-    /// latent, and for a state that is not cut.
+    /// KV heads of the whole model; 1 for a latent, and for a state that is not cut. For other states, the units by
+    /// which tensor parallelism cuts it, such as channels.
     pub heads: u32,
-    /// Positions of a state, such as the columns of a convolution; 1 for everything else, which has tokens instead.
+    /// Positions of a state, such as the columns of a convolution; else 1.
     #[serde(default = "one")]
     pub positions: u32,
     /// Bytes per head and token, or per head and position.
@@ -116,7 +116,7 @@ pub enum Parts {
     Regions,
 }
 
-/// An engine: how it splits a model over its ranks, and how each rank lays its part out.
+/// The shape of an engine: its split over ranks, and each rank's layout.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EngineSpec {
@@ -141,11 +141,11 @@ pub struct EngineSpec {
     pub layout: Layout,
     /// How parts are kept.
     pub parts: Parts,
-    /// Whether all of a group's layers share an allocation, layer by layer in each (physical) block. Else each layer has
+    /// True if a group's layers share an allocation, layer by layer in each (physical) block. Else each layer has
     /// regions of its own.
     pub layers_in_block: bool,
-    /// Whether all groups lie in the same regions, block by block, as in vLLM's hybrid caches: the first layers of all
-    /// groups in the same, and so on. A block id is then used in one group at a time.
+    /// True if all groups share regions, block by block, as in vLLM's hybrid caches. The first layers of all groups
+    /// are in the same region, and so on. A block id is then used in one group at a time.
     pub shared_groups: bool,
     /// Blocks in each region.
     pub num_blocks: u32,
@@ -189,7 +189,7 @@ pub struct RankCache {
 }
 
 impl RankCache {
-    /// What the rank holds, without where.
+    /// The rank's holding: the parts it has, without their places.
     pub fn holding(&self) -> Holding {
         Holding::new(self.rank, &self.geometry)
     }
@@ -226,7 +226,7 @@ impl EngineSpec {
         EngineShape { tp: self.tp, pp: self.pp, dcp: self.dcp }
     }
 
-    /// Tokens per block of the KV-cache group number `group`; none if there is no number for it.
+    /// Tokens per block of the KV-cache group number `group`, if there is one.
     pub fn block_size_of(&self, group: usize) -> Option<u32> {
         if let [all] = *self.block_size { Some(all) } else { self.block_size.get(group).copied() }
     }

@@ -7,13 +7,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Buckets of every histogram, the last of which has no upper bound.
 pub const BUCKETS: usize = 20;
 
-/// What a histogram counts.
+/// The unit of a histogram.
 pub trait Unit: Copy {
     /// Upper bounds of all buckets but the last, each inclusive, ascending.
     const BOUNDS: [u64; BUCKETS - 1];
 }
 
-/// Microseconds, from 10 us to 30 s: from one block within a host to a read that is about to time out.
+/// Microseconds, from 10 us to 30 s. From one block within a host to a read that is about to time out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Micros;
 
@@ -88,7 +88,7 @@ impl<U: Unit> Histogram<U> {
 }
 
 #[derive(Serialize)]
-struct Out<'a> {
+struct EncodedHistogram<'a> {
     counts: &'a [u64],
     sum: u64,
 }
@@ -96,7 +96,7 @@ struct Out<'a> {
 #[derive(Deserialize)]
 #[serde(default)]
 #[derive(Default)]
-struct In {
+struct DecodedHistogram {
     counts: Vec<u64>,
     sum: u64,
 }
@@ -104,13 +104,13 @@ struct In {
 impl<U> Serialize for Histogram<U> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let used = self.counts.iter().rposition(|count| *count > 0).map_or(0, |last| last + 1);
-        Out { counts: self.counts.get(..used).unwrap_or_default(), sum: self.sum }.serialize(serializer)
+        EncodedHistogram { counts: self.counts.get(..used).unwrap_or_default(), sum: self.sum }.serialize(serializer)
     }
 }
 
 impl<'de, U> Deserialize<'de> for Histogram<U> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let In { counts: given, sum } = In::deserialize(deserializer)?;
+        let DecodedHistogram { counts: given, sum } = DecodedHistogram::deserialize(deserializer)?;
         let mut counts = [0; BUCKETS];
         let Some(used) = counts.get_mut(..given.len()) else {
             let text = format!("a histogram of {} buckets, expected at most {BUCKETS}", given.len());

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 pub use histogram::{BUCKETS, Bytes, Histogram, Micros, Unit};
-pub use metrics::{Kind, METRICS, Metric, Scope};
+pub use metrics::{METRICS, Metric, MetricKind, MetricScope};
 pub use prometheus::{Row, prometheus};
 
 use super::wire::Cause;
 
-/// What a worker counted since its last report; merging adds. What each is, in words, is in [`METRICS`].
+/// Counters of one worker since its last report; merging adds. [`METRICS`] has the meaning of each.
 ///
 /// Gauges travel as changes since the last report, so that the sum over reports is what holds now, and the sum over
 /// ranks what holds on all of them.
@@ -31,7 +31,7 @@ pub struct Stats {
     pub local_requests: u64,
     /// Bytes received.
     pub bytes: u64,
-    /// Of these, those whose reads began before the end of the prefill was known.
+    /// Those of `bytes` whose reads began before the end of the prefill was known.
     pub ahead_bytes: u64,
     /// Blocks received.
     pub blocks: u64,
@@ -51,7 +51,7 @@ pub struct Stats {
     pub handshakes: u64,
     /// Handshakes that failed.
     pub handshake_failures: u64,
-    /// From the moment the worker first hears of a request to the report of its receive.
+    /// Time from the worker's first word of a request to the report of its receive.
     pub handover_time: Histogram<Micros>,
     /// From a load's arrival to its first posted operation.
     pub queued_time: Histogram<Micros>,
@@ -148,7 +148,7 @@ impl Stats {
         }
     }
 
-    /// Whether nothing was counted.
+    /// True if nothing was counted.
     pub fn is_empty(&self) -> bool {
         let Stats { recv_failures, .. } = self;
         recv_failures.values().all(|&n| n == 0)

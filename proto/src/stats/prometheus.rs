@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::metrics::{Kind, METRICS, Metric, Scope};
+use super::metrics::{METRICS, Metric, MetricKind, MetricScope};
 use crate::error::{Error, Result};
 use crate::wire::Cause;
 
@@ -27,19 +27,19 @@ pub struct Row {
     pub peers: Option<Vec<Map<String, Value>>>,
 }
 
-/// What the samples of a peer have as labels, by the keys of its map. All but the name are those of one sample only.
+/// The labels of a peer's samples, by the keys of its map. All but the name are those of one sample only.
 const PEER: (&str, &str) = ("name", "peer");
 const ROUTE: [(&str, &str); 4] =
     [("lanes", "lanes"), ("host", "host_path"), ("device", "device_path"), ("mixed", "mixed_path")];
 
 impl Row {
     /// The maps that have figures of this scope; `None` where the row has nothing of it.
-    fn of(&self, scope: Scope) -> Option<Vec<&Map<String, Value>>> {
+    fn of(&self, scope: MetricScope) -> Option<Vec<&Map<String, Value>>> {
         match scope {
-            Scope::Worker => self.totals.as_ref().map(|stats| vec![stats]),
-            Scope::Agent => self.agent.as_ref().map(|stats| vec![stats]),
-            Scope::Scheduler => self.scheduler.as_ref().map(|stats| vec![stats]),
-            Scope::Peer => self.peers.as_ref().map(|peers| peers.iter().collect()),
+            MetricScope::Worker => self.totals.as_ref().map(|stats| vec![stats]),
+            MetricScope::Agent => self.agent.as_ref().map(|stats| vec![stats]),
+            MetricScope::Scheduler => self.scheduler.as_ref().map(|stats| vec![stats]),
+            MetricScope::Peer => self.peers.as_ref().map(|peers| peers.iter().collect()),
         }
     }
 
@@ -83,8 +83,8 @@ fn number(metric: &Metric, value: Option<&Value>) -> Result<String> {
 }
 
 /// A count of microseconds or bytes in the unit that is shown, exactly.
-fn scaled(kind: Kind, value: u64) -> String {
-    if kind != Kind::Seconds {
+fn scaled(kind: MetricKind, value: u64) -> String {
+    if kind != MetricKind::Seconds {
         return value.to_string();
     }
     let text = format!("{}.{:06}", value / 1_000_000, value % 1_000_000);
@@ -125,10 +125,10 @@ fn line(text: &mut String, name: &str, labels: &str, value: &str) {
     let _ = writeln!(text, "{name}{labels} {value}");
 }
 
-/// What tells the samples of a peer from those of others, and in one sample how it is reached.
+/// The labels that tell the samples of a peer from those of others, and in one sample how it is reached.
 fn labels_of_peer<'a>(metric: &Metric, stats: &'a Map<String, Value>) -> Vec<(&'static str, &'a str)> {
     let routed = ROUTE.iter().filter(|_| metric.key == "connected");
-    let keys = std::iter::once(&PEER).chain(routed).filter(|_| metric.scope == Scope::Peer);
+    let keys = std::iter::once(&PEER).chain(routed).filter(|_| metric.scope == MetricScope::Peer);
     keys.map(|(key, label)| (*label, stats.get(*key).and_then(Value::as_str).unwrap_or(""))).collect()
 }
 
@@ -161,17 +161,17 @@ pub fn prometheus(rows: &[Row]) -> Result<String> {
             for stats in row.of(metric.scope).unwrap_or_default() {
                 let value = stats.get(metric.key);
                 match metric.kind {
-                    Kind::Counter | Kind::Gauge => {
+                    MetricKind::Counter | MetricKind::Gauge => {
                         let labels = row.labels(labels_of_peer(metric, stats));
                         line(&mut text, &name, &labels, &number(metric, value)?);
                     }
-                    Kind::CounterByCause => {
+                    MetricKind::CounterByCause => {
                         for cause in Cause::ALL {
                             let count = value.and_then(|causes| causes.get(cause.name()));
                             line(&mut text, &name, &row.labels([("cause", cause.name())]), &number(metric, count)?);
                         }
                     }
-                    Kind::Seconds | Kind::Bytes => histogram(&mut text, &name, metric, row, value)?,
+                    MetricKind::Seconds | MetricKind::Bytes => histogram(&mut text, &name, metric, row, value)?,
                 }
             }
         }

@@ -11,13 +11,13 @@ use crate::ids::{RankId, RequestId};
 /// identity, so that a host can combine them in any order and grouping (vLLM: `KVConnectorWorkerMetadata.aggregate`).
 /// Merging the same report twice counts its statistics twice, everything else once.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(from = "Wire", into = "Wire")]
+#[serde(from = "WireBatch", into = "WireBatch")]
 pub struct ReportBatch {
     reports: BTreeMap<RankId, WorkerReport>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Wire {
+struct WireBatch {
     reports: Vec<WorkerReport>,
 }
 
@@ -27,7 +27,7 @@ impl ReportBatch {
         ReportBatch::default()
     }
 
-    /// Whether there is no report in it.
+    /// True if there is no report in it.
     pub fn is_empty(&self) -> bool {
         self.reports.is_empty()
     }
@@ -62,17 +62,17 @@ impl From<WorkerReport> for ReportBatch {
     }
 }
 
-impl From<Wire> for ReportBatch {
-    fn from(wire: Wire) -> Self {
+impl From<WireBatch> for ReportBatch {
+    fn from(wire: WireBatch) -> Self {
         let mut batch = ReportBatch::new();
         wire.reports.into_iter().for_each(|report| batch.add(report));
         batch
     }
 }
 
-impl From<ReportBatch> for Wire {
+impl From<ReportBatch> for WireBatch {
     fn from(batch: ReportBatch) -> Self {
-        Wire { reports: batch.reports.into_values().collect() }
+        WireBatch { reports: batch.reports.into_values().collect() }
     }
 }
 

@@ -17,7 +17,7 @@ impl Blocks {
         &self.0
     }
 
-    /// The ids, to be changed here and in no clone: copied first if there are any.
+    /// The ids, for changes here and in no clone. They are copied first if there are clones.
     pub fn make_mut(&mut self) -> &mut [u32] {
         std::sync::Arc::make_mut(&mut self.0)
     }

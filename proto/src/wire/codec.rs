@@ -11,8 +11,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// reader would misread.
 pub const VERSION: u16 = 5;
 
-/// The oldest protocol version that this build speaks: the one before [`VERSION`], so that two neighbouring releases
-/// talk while engines are upgraded one by one.
+/// The oldest protocol version that this build speaks: the one before [`VERSION`]. So two neighbouring releases talk
+/// while engines are upgraded one by one.
 pub const OLDEST: u16 = 4;
 
 /// How deeply an incoming message may nest; ours nest at most 8 levels.
@@ -50,7 +50,7 @@ impl fmt::Display for Versions {
 }
 
 #[derive(Serialize)]
-struct Out<'a, T> {
+struct Envelope<'a, T> {
     magic: &'a str,
     version: u16,
     speaks: (u16, u16),
@@ -59,7 +59,7 @@ struct Out<'a, T> {
 }
 
 #[derive(Deserialize)]
-struct Head {
+struct EnvelopeHead {
     #[serde(default)]
     magic: String,
     #[serde(default)]
@@ -71,8 +71,8 @@ struct Head {
     kind: String,
 }
 
-impl Head {
-    /// What the sender speaks: at least the version in which it wrote.
+impl EnvelopeHead {
+    /// The versions that the sender speaks: at least the one in which it wrote.
     fn sender(&self) -> Versions {
         let (oldest, newest) = self.speaks.unwrap_or((self.version, self.version));
         Versions { oldest: oldest.min(self.version), newest: newest.max(self.version) }
@@ -80,19 +80,19 @@ impl Head {
 }
 
 #[derive(Deserialize)]
-struct In<T> {
+struct EnvelopeBody<T> {
     body: T,
 }
 
-/// Encodes `body` as a message of `kind` (its name in `docs/protocol.md`) in the protocol version `version`, one of
-/// [`Versions::OURS`]: the one that its reader has in common with this build, [`OLDEST`] for a reader that is not known.
+/// Encodes `body` as a message of `kind`, its name in `docs/protocol.md`. `version` is one of [`Versions::OURS`]:
+/// that which its reader has in common with this build, [`OLDEST`] for an unknown reader.
 pub fn encode<T: Serialize>(kind: &str, version: u16, body: &T) -> Result<Vec<u8>> {
     let Versions { oldest, newest } = Versions::OURS;
-    rmp_serde::to_vec_named(&Out { magic: MAGIC, version, speaks: (oldest, newest), kind, body })
+    rmp_serde::to_vec_named(&Envelope { magic: MAGIC, version, speaks: (oldest, newest), kind, body })
         .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a {kind} message: {e}")))
 }
 
-/// What follows the bytes with which [`encode`] begins a message of this kind, in a version from `oldest` on. None for
+/// Strips the bytes with which [`encode`] begins a message of this kind, in a version from `oldest` on. None for
 /// one that begins in another way, which may be the same message in another order of fields.
 pub(super) fn body_of<'a>(kind: &str, oldest: u16, bytes: &'a [u8]) -> Option<&'a [u8]> {
     (oldest..=VERSION).rev().find_map(|version| {
@@ -109,12 +109,12 @@ pub(crate) fn version_for_answer(bytes: &[u8]) -> u16 {
     if scan(bytes, MAX_DEPTH).is_err() {
         return OLDEST;
     }
-    rmp_serde::from_slice::<Head>(bytes).map_or(OLDEST, |head| head.sender().common())
+    rmp_serde::from_slice::<EnvelopeHead>(bytes).map_or(OLDEST, |head| head.sender().common())
 }
 
-/// Decodes a message of `kind` of at most `max_bytes`, of a version from `oldest` on, and tells what its sender speaks.
-/// Errors: [`ErrorKind::Corrupt`] for what is not ours or is damaged, [`ErrorKind::VersionMismatch`] for another version,
-/// [`ErrorKind::Exhausted`] for one over the limit.
+/// Decodes a message of `kind`, and tells what its sender speaks. It has at most `max_bytes`, and a version from
+/// `oldest` on. Errors: [`ErrorKind::Corrupt`] for what is not ours or is damaged, [`ErrorKind::VersionMismatch`] for
+/// another version, [`ErrorKind::Exhausted`] for one over the limit.
 pub fn decode<T: DeserializeOwned>(kind: &str, oldest: u16, bytes: &[u8], max_bytes: usize) -> Result<(T, Versions)> {
     if bytes.len() > max_bytes {
         return Err(Error::new(
@@ -134,7 +134,7 @@ pub fn decode<T: DeserializeOwned>(kind: &str, oldest: u16, bytes: &[u8], max_by
     if let Some(body) = body_of(kind, oldest, bytes) {
         return Ok((rmp_serde::from_slice(body).map_err(damaged)?, Versions::OURS));
     }
-    let head: Head = rmp_serde::from_slice(bytes).map_err(|e| foreign(&e))?;
+    let head: EnvelopeHead = rmp_serde::from_slice(bytes).map_err(|e| foreign(&e))?;
     if head.magic != MAGIC {
         return Err(foreign(&format_args!("no field \"magic\" with the value {MAGIC:?}")));
     }
@@ -144,12 +144,12 @@ pub fn decode<T: DeserializeOwned>(kind: &str, oldest: u16, bytes: &[u8], max_by
     if head.kind != kind {
         return Err(Error::corrupt(format!("expected a {kind} message, got a {:?} message", head.kind)));
     }
-    let message: In<T> = rmp_serde::from_slice(bytes).map_err(damaged)?;
+    let message: EnvelopeBody<T> = rmp_serde::from_slice(bytes).map_err(damaged)?;
     Ok((message.body, head.sender()))
 }
 
 /// The error for a message of a version that is not read.
-fn mismatch(kind: &str, oldest: u16, head: &Head) -> Error {
+fn mismatch(kind: &str, oldest: u16, head: &EnvelopeHead) -> Error {
     let remedy = if oldest == OLDEST {
         "only releases that have a version in common talk: upgrade the older side, one protocol version at a time \
          (\"Upgrading\" in docs/guide.md)"

@@ -6,7 +6,7 @@ use super::metadata::Blob;
 use crate::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::wire::{Blocks, EngineShape};
 
-/// What a client sends to the listener.
+/// A request of a client to the listener.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HandshakeRequest {
@@ -45,7 +45,7 @@ pub enum HandshakeRequest {
 }
 
 impl HandshakeRequest {
-    /// What the reply echoes.
+    /// The request's id, which the reply echoes.
     pub fn id(&self) -> u64 {
         match self {
             Self::Query { id, .. } | Self::Push { id, .. } | Self::Await { id, .. } => *id,
@@ -53,7 +53,7 @@ impl HandshakeRequest {
     }
 }
 
-/// A prefill that is over, or that has come so far, for who awaited it: what `kv_transfer_params` tell else.
+/// A prefill that is over or far enough, for a consumer that awaited it. It has the rest of its `kv_transfer_params`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prefill {
     /// Its `transfer_id`, by which the producer's ranks know it.
@@ -104,7 +104,7 @@ pub enum RefusalCode {
     Other,
 }
 
-/// What the listener answers.
+/// The listener's reply to a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HandshakeReply {

@@ -10,7 +10,7 @@ pub const MAX_AWAITED: usize = 1024;
 pub const MAX_RANK_METADATA_BYTES: usize = 4 << 20;
 /// Longest encoded agent metadata: a few ten thousand regions with rkeys of some hundred bytes.
 pub const MAX_AGENT_METADATA_BYTES: usize = 16 << 20;
-/// Longest encoded region of an agent: device memory has an entry for each allocation behind it.
+/// Longest encoded region of an agent. Device memory has an entry for each allocation behind it.
 pub const MAX_AGENT_REGION_BYTES: usize = 1 << 20;
 /// Longest handshake request of any kind: a push carries a rank's metadata.
 pub const MAX_REQUEST_BYTES: usize = MAX_RANK_METADATA_BYTES + (64 << 10);
@@ -24,9 +24,9 @@ pub const MAX_HEARTBEAT_REQUESTS: usize = 1024;
 pub const MAX_STEP_BYTES: usize = 256 << 20;
 /// Longest worker report, and longest batch of them.
 pub const MAX_REPORT_BYTES: usize = 256 << 20;
-/// Most block ids in one list: 16 MiB on the wire, 67 million tokens at 16 tokens a block.
+/// Most block ids in one list. They take 16 MiB on the wire, and stand for 67 million tokens at 16 tokens a block.
 pub const MAX_BLOCK_IDS: usize = 1 << 22;
-/// Most regions of one agent at a time; those with a lower index have a position in its metadata. An index is never
+/// Most regions of one agent at a time. Those with a lower index have a position in its metadata. An index is never
 /// used twice, because a stale plan or a peer's old metadata would otherwise silently name other memory.
 pub const MAX_REGIONS: usize = 65_536;
 /// Most compatibility fields of one rank.

@@ -73,7 +73,7 @@ pub trait Message: Serialize + DeserializeOwned {
     }
 }
 
-/// Whether `bytes` are not too many and begin as [`codec::encode`] begins a message of this kind. The body is not looked at.
+/// True if `bytes` begin as [`codec::encode`] begins this kind, and are not too many. The body is not decoded.
 pub fn begins_as<M: Message>(bytes: &[u8]) -> bool {
     bytes.len() <= M::MAX_BYTES && codec::body_of(M::KIND, M::OLDEST, bytes).is_some()
 }

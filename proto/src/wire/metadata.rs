@@ -1,4 +1,4 @@
-//! Who an agent and a rank are.
+//! The metadata of agents and ranks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -41,7 +41,7 @@ pub struct LateRegion {
     pub region: RegionMetadata,
 }
 
-/// One region of an agent, for a peer that knows the agent already: regions that are registered later need no new
+/// One region of an agent, for a peer that knows the agent already. Regions that are registered later need no new
 /// [`AgentMetadata`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AgentRegion {
@@ -92,7 +92,7 @@ impl EngineShape {
         (0..self.pp).flat_map(move |pp| (0..self.tp).map(move |tp| RankId { pp, tp }))
     }
 
-    /// Whether `rank` is one of the engine's.
+    /// True if `rank` is one of the engine's.
     pub fn contains(&self, rank: RankId) -> bool {
         rank.pp < self.pp && rank.tp < self.tp
     }
@@ -104,21 +104,21 @@ impl fmt::Display for EngineShape {
     }
 }
 
-/// One fact that must be the same on both engines (model, dtype, ...), compared by name so that an error can say
-/// which field differs and what either side has.
+/// One fact that must be the same on both engines, such as model or dtype. Facts are compared by name, so that an
+/// error can say which field differs and what either side has.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CompatField {
     /// The field's name, such as `model`.
     pub name: String,
     /// Its value as text.
     pub value: String,
-    /// Whether the sender states by other fields all that this one stands for. Where both sides say so, a difference is
+    /// True if the sender states by other fields all that this one stands for. Where both sides say so, a difference is
     /// told and not an error.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub informative: bool,
 }
 
-/// What one rank of an engine tells the ranks of another in the handshake.
+/// The metadata of one rank, as ranks of other engines get it in the handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RankMetadata {
     /// The engine that the rank belongs to.
@@ -170,8 +170,7 @@ impl AgentMetadata {
         Ok(())
     }
 
-    /// Checks what [`AgentMetadata::check_regions`] does, and that none is empty or wraps around the end of the address
-    /// space.
+    /// As [`AgentMetadata::check_regions`], and that none is empty or wraps around the address space.
     ///
     /// Errors: as [`AgentMetadata::check_regions`], [`ErrorKind::OutOfRange`].
     pub fn validate(&self) -> Result<()> {
@@ -192,8 +191,7 @@ impl AgentMetadata {
 }
 
 impl RankMetadata {
-    /// Checks everything that can be checked without the other side: shape, rank, compatibility fields, regions,
-    /// geometry.
+    /// Checks everything that needs no other side. That is shape, rank, compatibility fields, regions and geometry.
     ///
     /// Errors: as [`EngineShape::validate`], [`AgentMetadata::validate`] and [`Geometry::validate`];
     /// [`ErrorKind::InvalidArgument`] for a rank outside the shape and for a compatibility field named twice.

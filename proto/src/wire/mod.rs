@@ -1,8 +1,8 @@
-//! What crosses a process boundary: versioned msgpack.
+//! Messages that cross a process boundary: versioned msgpack.
 //!
 //! Every message is a msgpack map with field names, so that a newer minor reader ignores what it does not know. Each
 //! outermost message names its protocol version; a reader refuses one outside [`OLDEST`] to [`VERSION`] by name before it
-//! looks at the rest.
+//! handles the rest.
 
 mod batch;
 mod blocks;

@@ -13,8 +13,8 @@ pub struct TransferParams {
     /// True in what a prefill engine is given: keep the blocks for a decoder.
     #[serde(default, deserialize_with = "false_if_null")]
     pub do_remote_decode: bool,
-    /// What a proxy that asks both engines at once calls the request, instead of waiting for the prefill engine's answer: the
-    /// same in what either is given.
+    /// The name that a proxy gives a request when it asks both engines at once. Then it does not wait for the prefill
+    /// engine's answer; the name is the same for both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfer_id: Option<String>,
     /// Producer engine id.
@@ -53,7 +53,7 @@ pub struct TransferParams {
     /// Producer's decode-context-parallel size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dcp_size: Option<i64>,
-    /// True where other requests of the same decode engine may come with the same params, as the samples of one prompt do.
+    /// True where other requests of the decode engine may come with the same params. The samples of one prompt do.
     /// The decode engine's own host says so; it does not travel between engines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<bool>,

@@ -32,14 +32,14 @@ pub enum Verdict {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PeerMessage {
-    /// Consumer to producer: these requests are still wanted, renew their leases.
+    /// Consumer to producer: these requests still need their leases, renew them.
     Heartbeat {
         /// Request ids as the producer named them.
         requests: Vec<RequestId>,
         /// The lease of each request, in their order; 0, or missing at the end, where it is not known.
         #[serde(default)]
         leases: Vec<u64>,
-        /// Who wants them. `None` from a consumer that does not say it.
+        /// The rank that needs them. `None` from a consumer that does not say it.
         #[serde(default)]
         reader: Option<Reader>,
     },
@@ -50,14 +50,14 @@ pub enum PeerMessage {
         /// The lease under which it was read; 0 when that is not known.
         #[serde(default)]
         lease_id: u64,
-        /// Who read.
+        /// The rank that read.
         reader: Reader,
         /// How many readers this producer rank will hear from in all (from the plan).
         readers: u32,
         /// The reader's number of the request that has read, echoed in the verdict. A `Done` with a number that the
         /// producer has judged before gets the same answer; another number is another read, judged anew.
         serial: u64,
-        /// Whether this reader still wants the lease, for another request: then it says `Done` or `Release` again.
+        /// True if this reader still needs the lease, for another request: then it says `Done` or `Release` again.
         #[serde(default)]
         more: bool,
     },
@@ -65,10 +65,10 @@ pub enum PeerMessage {
     Release {
         /// The request as the producer named it.
         request: RequestId,
-        /// The lease that is given back; 0 when that is not known.
+        /// The lease that is released; 0 when that is not known.
         #[serde(default)]
         lease_id: u64,
-        /// Who declines.
+        /// The rank that declines.
         reader: Reader,
         /// How many readers this producer rank will hear from in all.
         readers: u32,

@@ -15,8 +15,8 @@ pub enum MemoryKind {
     },
 }
 
-/// How other processes of the owner's host map device memory: by CUDA's handle of the allocation that a region is in, or
-/// piece by piece.
+/// How other processes of the owner's host map device memory. By CUDA's handle of the allocation that a region is in,
+/// or piece by piece.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DeviceHandle {
     /// The handle's bytes (`CUipcMemHandle`, 64); none where there are pieces.
@@ -32,7 +32,7 @@ pub struct DeviceHandle {
 /// An allocation of CUDA's virtual memory management.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DevicePiece {
-    /// The descriptor of its handle in the owner's process; -1 where it has a fabric handle instead.
+    /// The descriptor of its handle in the owner's process. -1 where it has a fabric handle instead.
     pub fd: i32,
     /// Its length in bytes.
     pub len: u64,
@@ -56,10 +56,11 @@ pub struct RegionMetadata {
     /// Device memory: the handle for other processes of the host, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handle: Option<DeviceHandle>,
-    /// Device memory: whether its addresses are mapped to several allocations, of which a transport may know the first only.
+    /// Device memory: true if several allocations are mapped behind its addresses. A transport may know the first
+    /// only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_scattered: bool,
-    /// Host memory: whether the kernel alone fills its missing pages, so that a copy of it waits for no other program.
+    /// Host memory: true if the kernel alone fills its missing pages. A copy of it then waits for no other program.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_filled_by_kernel: bool,
 }
@@ -70,7 +71,8 @@ impl RegionMetadata {
         self.len == 0 && self.rkey.is_empty()
     }
 
-    /// `len` bytes of host memory that nobody can reach: of a rank that is only described, or of a region that is gone.
+    /// `len` bytes of host memory that nobody can reach. They are of a rank that is only described, or of a region
+    /// that is gone.
     pub fn unreachable(len: u64) -> RegionMetadata {
         let (base, kind, rkey) = (0, MemoryKind::Host, Vec::new());
         RegionMetadata { base, len, kind, rkey, handle: None, is_scattered: false, is_filled_by_kernel: false }

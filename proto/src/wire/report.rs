@@ -1,4 +1,4 @@
-//! What a worker tells its scheduler side.
+//! Reports of workers to their scheduler side.
 
 use serde::{Deserialize, Serialize};
 
@@ -46,13 +46,14 @@ pub struct RecvRecord {
     pub cause: Option<Cause>,
 }
 
-/// What happened on one rank since its last report.
+/// The events of one rank since its last report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerReport {
     /// The reporting rank.
     pub rank: RankId,
-    /// Producer: granted requests that consumers may await ([`Grant::name`](super::Grant::name)) and of which this rank has
-    /// the lease, as this engine calls them. The step with the grant came when everything was written, so they may be read.
+    /// Producer: granted requests that consumers may await, as this engine calls them. They have a name
+    /// ([`Grant::name`](super::Grant::name)), and this rank has the lease. The step with the grant came when
+    /// everything was written, so they may be read.
     #[serde(default)]
     pub granted: Vec<RequestId>,
     /// Sends over: each granted request once, whether read, released or expired.

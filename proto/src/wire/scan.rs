@@ -2,7 +2,7 @@
 //! fits the bytes that are there, with nothing behind it.
 
 /// The bytes of one value's head, and what follows it.
-enum Item {
+enum ValueHead {
     /// This many bytes of content.
     Bytes(u64),
     /// This many further values, one level deeper.
@@ -17,29 +17,29 @@ fn number<const N: usize>(bytes: &mut &[u8]) -> Option<u64> {
 }
 
 /// Takes a value's head. None for the one marker that msgpack never uses and for a head that is cut off.
-fn item(bytes: &mut &[u8]) -> Option<Item> {
+fn item(bytes: &mut &[u8]) -> Option<ValueHead> {
     let marker = number::<1>(bytes)?;
     Some(match marker {
-        0x00..=0x7f | 0xc0 | 0xc2 | 0xc3 | 0xe0..=0xff => Item::Bytes(0),
-        0x80..=0x8f => Item::Values((marker & 0x0f) * 2),
-        0x90..=0x9f => Item::Values(marker & 0x0f),
-        0xa0..=0xbf => Item::Bytes(marker & 0x1f),
-        0xc4 | 0xd9 => Item::Bytes(number::<1>(bytes)?),
-        0xc5 | 0xda => Item::Bytes(number::<2>(bytes)?),
-        0xc6 | 0xdb => Item::Bytes(number::<4>(bytes)?),
+        0x00..=0x7f | 0xc0 | 0xc2 | 0xc3 | 0xe0..=0xff => ValueHead::Bytes(0),
+        0x80..=0x8f => ValueHead::Values((marker & 0x0f) * 2),
+        0x90..=0x9f => ValueHead::Values(marker & 0x0f),
+        0xa0..=0xbf => ValueHead::Bytes(marker & 0x1f),
+        0xc4 | 0xd9 => ValueHead::Bytes(number::<1>(bytes)?),
+        0xc5 | 0xda => ValueHead::Bytes(number::<2>(bytes)?),
+        0xc6 | 0xdb => ValueHead::Bytes(number::<4>(bytes)?),
         // Extensions: a type byte before the content.
-        0xc7 => Item::Bytes(number::<1>(bytes)? + 1),
-        0xc8 => Item::Bytes(number::<2>(bytes)? + 1),
-        0xc9 => Item::Bytes(number::<4>(bytes)? + 1),
-        0xd4..=0xd8 => Item::Bytes((1 << (marker - 0xd4)) + 1),
-        0xcc | 0xd0 => Item::Bytes(1),
-        0xcd | 0xd1 => Item::Bytes(2),
-        0xca | 0xce | 0xd2 => Item::Bytes(4),
-        0xcb | 0xcf | 0xd3 => Item::Bytes(8),
-        0xdc => Item::Values(number::<2>(bytes)?),
-        0xdd => Item::Values(number::<4>(bytes)?),
-        0xde => Item::Values(number::<2>(bytes)? * 2),
-        0xdf => Item::Values(number::<4>(bytes)? * 2),
+        0xc7 => ValueHead::Bytes(number::<1>(bytes)? + 1),
+        0xc8 => ValueHead::Bytes(number::<2>(bytes)? + 1),
+        0xc9 => ValueHead::Bytes(number::<4>(bytes)? + 1),
+        0xd4..=0xd8 => ValueHead::Bytes((1 << (marker - 0xd4)) + 1),
+        0xcc | 0xd0 => ValueHead::Bytes(1),
+        0xcd | 0xd1 => ValueHead::Bytes(2),
+        0xca | 0xce | 0xd2 => ValueHead::Bytes(4),
+        0xcb | 0xcf | 0xd3 => ValueHead::Bytes(8),
+        0xdc => ValueHead::Values(number::<2>(bytes)?),
+        0xdd => ValueHead::Values(number::<4>(bytes)?),
+        0xde => ValueHead::Values(number::<2>(bytes)? * 2),
+        0xdf => ValueHead::Values(number::<4>(bytes)? * 2),
         _ => return None,
     })
 }
@@ -61,12 +61,12 @@ pub(super) fn scan(bytes: &[u8], max_depth: usize) -> Result<(), String> {
         match item(&mut rest) {
             None if rest.is_empty() => return Err(ended()),
             None => return Err(format!("byte {at} begins no value, or one that is cut off")),
-            Some(Item::Bytes(len)) => {
+            Some(ValueHead::Bytes(len)) => {
                 rest = usize::try_from(len).ok().and_then(|len| rest.get(len..)).ok_or_else(ended)?;
             }
             // Every value takes at least a byte, so no count beyond the bytes can come true.
-            Some(Item::Values(count)) if count > rest.len() as u64 => return Err(ended()),
-            Some(Item::Values(count)) => {
+            Some(ValueHead::Values(count)) if count > rest.len() as u64 => return Err(ended()),
+            Some(ValueHead::Values(count)) => {
                 if open.len() > max_depth {
                     return Err(format!("it nests deeper than {max_depth} levels at byte {at}"));
                 }

@@ -1,4 +1,4 @@
-//! What the scheduler side tells the workers with each engine step.
+//! The work of an engine step, from the scheduler side to the workers.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,11 +21,11 @@ pub struct Remote {
     pub port: u16,
     /// The lease that the producer granted, in milliseconds, counted from when its params were made.
     pub lease_ms: u64,
-    /// Which of the producer's grants it is, so that a request id used again is not taken for its predecessor; 0 when
+    /// The producer's grant that is meant, so that a request id used again is not taken for its predecessor. 0 when
     /// the params do not say it.
     #[serde(default)]
     pub lease_id: u64,
-    /// Whether other requests of this engine may come for the same lease, so that it is kept for a moment after this one.
+    /// True if other requests of this engine may share the lease. It is then kept for a moment after this one.
     #[serde(default)]
     pub shared: bool,
 }
@@ -41,15 +41,15 @@ pub struct Grant {
     /// Which grant of this engine it is, from 1.
     #[serde(default)]
     pub lease_id: u64,
-    /// What consumers call it, if not by the request's id.
+    /// The name by which consumers know it, if not the request's id.
     #[serde(default)]
     pub name: Option<RequestId>,
-    /// A conversation that is kept for its next turn, not a prefill: nobody has to come for it, so it is not counted.
+    /// True for a conversation that is kept for its next turn. Nobody has to come for it, so it is not counted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub history: bool,
 }
 
-/// Consumer: a request with a remote prefill has arrived; connect early and keep its lease alive.
+/// Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
     /// The request as this engine names it.
@@ -73,22 +73,22 @@ pub struct Load {
     pub tokens: (u64, u64),
     /// Tokens that the producer's blocks hold.
     pub remote_tokens: u64,
-    /// Whether the prefill may still be under way: its blocks, tokens and lease are asked of the producer's listener, which
-    /// tells when it is over.
+    /// True if the prefill may still be under way. Its blocks, tokens and lease are asked of the producer's listener,
+    /// which tells when it is over.
     #[serde(default)]
     pub awaits: bool,
     /// The id that stands for no block.
     pub null_block: Option<u32>,
     /// See [`Wanted::window_only`].
     pub window_only: bool,
-    /// Set when the scheduler side found that the load cannot be: nothing is read, the leases are given back, and the
+    /// Why the load cannot be, if the scheduler side found that. Nothing is read, the leases are released, and the
     /// load fails as an invalid request with this explanation.
     #[serde(default)]
     pub refused: Option<String>,
 }
 
 impl Load {
-    /// What a plan is asked for.
+    /// The load as the planner takes it.
     pub fn wanted(&self) -> Wanted<'_> {
         Wanted {
             local: &self.local_blocks,
@@ -116,7 +116,8 @@ pub struct StepMetadata {
     /// Producer: leases granted.
     #[serde(default)]
     pub grants: Vec<Grant>,
-    /// Producer: requests that ended without a hand-over, as consumers call them; early messages about them are answered `Unknown`.
+    /// Producer: requests that ended without a hand-over, as consumers call them. Early messages about them are
+    /// answered `Unknown`.
     #[serde(default)]
     pub dropped: Vec<RequestId>,
     /// Consumer: leases to keep alive from now on.
@@ -125,20 +126,20 @@ pub struct StepMetadata {
     /// Consumer: reads to start. Each gets exactly one terminal report from each rank.
     #[serde(default)]
     pub loads: Vec<Load>,
-    /// Consumer: leases to give back.
+    /// Consumer: leases to release.
     #[serde(default)]
     pub releases: Vec<Release>,
     /// Consumer: loads to abort. Each still gets its one terminal report.
     #[serde(default)]
     pub aborts: Vec<RequestId>,
-    /// What every rank of this engine holds; once, before the first load. So that a worker knows who else reads from a
+    /// The holdings of every rank of this engine; once, before the first load. So a worker knows which ranks read from a
     /// producer's rank.
     #[serde(default)]
     pub engine: Vec<Holding>,
 }
 
 impl StepMetadata {
-    /// Whether the step carries no work.
+    /// True if the step carries no work.
     pub fn is_empty(&self) -> bool {
         self.grants.is_empty()
             && self.dropped.is_empty()

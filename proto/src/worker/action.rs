@@ -1,4 +1,4 @@
-//! What the state machine asks of its driver, and the names it uses for sessions, peers and transfers.
+//! The actions that the state machine asks of its driver, and its names for sessions, peers and transfers.
 
 use std::fmt;
 
@@ -73,7 +73,7 @@ pub struct TransferFigures {
     pub finished_at: Time,
 }
 
-/// What the driver is to do. It does so in the order in which the actions come.
+/// An action for the driver. Actions are carried out in the order in which they come.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Ask an engine's listener for the metadata of all its ranks, as a query with the session's number; answer with
@@ -124,7 +124,7 @@ pub enum Action {
         token: TransferToken,
         /// Whom to read from.
         peer: PeerKey,
-        /// What to read.
+        /// The bytes to read.
         plan: CopyPlan,
     },
     /// End this transfer as soon as it can be. It is still answered as any transfer. Ignore it if the transfer is over.

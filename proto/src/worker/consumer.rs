@@ -1,36 +1,36 @@
 //! The consumer's half: holds, loads and releases.
 //!
-//! Each is a *want* with a number of its own (a ticket), so that a request id that comes again is not mistaken for its
-//! predecessor. A load goes from waiting (for a session) to reading to confirming; its report is made when no operation
-//! of it can touch memory any more.
+//! Each has a record with a number of its own, so that a request id that comes again is not mistaken for its predecessor. A
+//! load goes from waiting (for a session) to reading to confirming; its report is made when no operation of it can touch
+//! memory any more.
 //!
-//! Wants that name the same lease of a producer use it together. To the producer this rank is one reader of it: only the
+//! Requests that name the same lease of a producer use it together. To the producer this rank is one reader of it: only the
 //! last of them tells that the lease is needed no more. Where others may follow that are not known yet (`Remote::shared`),
 //! the last one lingers for a while before it does.
 
+mod chunks;
 mod ending;
-mod portions;
 mod reading;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::action::{PeerKey, SessionId, TransferFigures, TransferToken};
-use super::config::{WorkerConfig, ms};
-use super::life::Life;
-use super::load::{LoadState, Phase};
-use super::outbox::Outbox;
-use super::sessions::{Joined, Leased, Sessions, State, Ticket};
+use super::config::{WorkerMachineConfig, ms};
+use super::load::{LoadPhase, LoadState};
+use super::output::MachineOutput;
+use super::sessions::{JoinResult, LeaseName, RequestNumber, SessionState, Sessions};
 use super::timers::Deadlines;
+use super::trace::TraceEvent;
 use crate::error::ErrorKind;
-use crate::handshake::{HandshakeFailure, HandshakeOutcome, Session};
+use crate::handshake::{HandshakeCheck, HandshakeFailure, HandshakeOutcome};
 use crate::ids::RequestId;
 use crate::plan::Holding;
 use crate::time::Time;
 use crate::wire::{Cause, EngineShape, HandshakeReply, Hold, Load, RankMetadata, Release, Remote, Verdict};
 
 #[derive(Debug)]
-enum Kind {
+enum RequestKind {
     Hold,
     Load(Box<LoadState>),
     /// Keeps the lease for requests that may follow. No report, no name: the request is over here.
@@ -39,17 +39,17 @@ enum Kind {
     Release,
 }
 
-/// What becomes of prefills that wait to be loaded when the machine ends.
+/// The fate of prefills that wait to be loaded when the machine ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Holds {
+pub(super) enum HoldsAtEnd {
     /// Their producers may free them.
-    GivenBack,
+    Released,
     /// Their producers keep them while the leases last.
-    Left,
+    Kept,
 }
 
 #[derive(Debug)]
-struct Want {
+struct RequestRecord {
     request: RequestId,
     remote: Remote,
     /// When it began.
@@ -57,27 +57,27 @@ struct Want {
     /// When the handshake began that it waits or waited for, and when the first rank was connected.
     handshake: Option<(Time, Option<Time>)>,
     session: Option<SessionId>,
-    /// Whether heartbeats go out for it, to each rank that is connected.
-    beating: bool,
-    kind: Kind,
+    /// True if heartbeats go out for it, to each rank that is connected.
+    heartbeats: bool,
+    kind: RequestKind,
 }
 
-impl Want {
-    fn leased(&self) -> Leased {
+impl RequestRecord {
+    fn lease_name(&self) -> LeaseName {
         (self.remote.request.clone(), self.remote.lease_id)
     }
 
-    /// Whether the producer has to keep the lease for it.
+    /// True if the producer has to keep the lease for it.
     fn needs_lease(&self) -> bool {
         match &self.kind {
-            Kind::Hold | Kind::Linger => true,
-            Kind::Load(load) => load.phase != Phase::Confirming,
-            Kind::Release => false,
+            RequestKind::Hold | RequestKind::Linger => true,
+            RequestKind::Load(load) => load.phase != LoadPhase::Confirming,
+            RequestKind::Release => false,
         }
     }
 }
 
-/// Whether both name the same lease. What is not known of one may be as in the other.
+/// True if both name the same lease. What is not known of one may be as in the other.
 fn same_lease(one: &Remote, other: &Remote) -> bool {
     let differ = |a: u64, b: u64| a != 0 && b != 0 && a != b;
     let life = |remote: &Remote| remote.incarnation.map_or(0, |incarnation| incarnation.0);
@@ -88,46 +88,46 @@ fn same_lease(one: &Remote, other: &Remote) -> bool {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Timer {
-    /// Of a hold, or of a want that lingers.
-    Hold(Ticket),
-    Load(Ticket),
+enum ConsumerTimer {
+    /// The time limit of a hold, or of a request that lingers.
+    Hold(RequestNumber),
+    Load(RequestNumber),
 }
 
 #[derive(Debug)]
 pub(super) struct Consumer {
-    config: WorkerConfig,
+    config: WorkerMachineConfig,
     local: Option<Arc<RankMetadata>>,
-    /// What every rank of this engine holds, once it is known.
+    /// The holdings of every rank of this engine, once they are known.
     engine: Vec<Holding>,
-    wants: BTreeMap<Ticket, Want>,
-    names: HashMap<RequestId, Ticket>,
+    records: BTreeMap<RequestNumber, RequestRecord>,
+    names: HashMap<RequestId, RequestNumber>,
     /// By what the producer calls it.
-    users: HashMap<RequestId, BTreeSet<Ticket>>,
-    tokens: HashMap<TransferToken, Ticket>,
-    /// Of these, those that read from prefills under way, and over which connection.
-    portions: HashMap<TransferToken, u64>,
+    users: HashMap<RequestId, BTreeSet<RequestNumber>>,
+    tokens: HashMap<TransferToken, RequestNumber>,
+    /// Those of `tokens` that read from prefills under way, and the connection of each.
+    chunks_in_flight: HashMap<TransferToken, u64>,
     sessions: Sessions,
-    deadlines: Deadlines<Timer>,
-    /// Source of tickets and tokens.
+    deadlines: Deadlines<ConsumerTimer>,
+    /// Source of numbers and tokens.
     next: u64,
     closed: bool,
-    /// Whether producers are told all that is not wanted any more. Not at the end of a worker that another one follows: what
-    /// waits is announced to that one, and of a shared lease that one request has given up another may be waiting.
+    /// True if producers are told of all leases that are not needed any more. False at the end of a worker that another one
+    /// follows: waiting requests are announced to that one, and another may wait for a shared lease that one has given up.
     releases: bool,
 }
 
 impl Consumer {
-    pub(super) fn new(config: &WorkerConfig) -> Self {
+    pub(super) fn new(config: &WorkerMachineConfig) -> Self {
         Consumer {
             config: config.clone(),
             local: None,
             engine: Vec::new(),
-            wants: BTreeMap::new(),
+            records: BTreeMap::new(),
             names: HashMap::new(),
             users: HashMap::new(),
             tokens: HashMap::new(),
-            portions: HashMap::new(),
+            chunks_in_flight: HashMap::new(),
             sessions: Sessions::new(config),
             deadlines: Deadlines::new(),
             next: 0,
@@ -147,12 +147,12 @@ impl Consumer {
         }
     }
 
-    /// Holds, loads, releases.
+    /// HoldsAtEnd, loads, releases.
     pub(super) fn counts(&self) -> (usize, usize, usize) {
-        self.wants.values().fold((0, 0, 0), |(holds, loads, releases), want| match want.kind {
-            Kind::Hold => (holds + 1, loads, releases),
-            Kind::Load(_) => (holds, loads + 1, releases),
-            Kind::Linger | Kind::Release => (holds, loads, releases + 1),
+        self.records.values().fold((0, 0, 0), |(holds, loads, releases), record| match record.kind {
+            RequestKind::Hold => (holds + 1, loads, releases),
+            RequestKind::Load(_) => (holds, loads + 1, releases),
+            RequestKind::Linger | RequestKind::Release => (holds, loads, releases + 1),
         })
     }
 
@@ -165,66 +165,66 @@ impl Consumer {
         self.tokens.len()
     }
 
-    pub(super) fn hold(&mut self, now: Time, hold: Hold, out: &mut Outbox) {
+    pub(super) fn hold(&mut self, now: Time, hold: Hold, out: &mut MachineOutput) {
         if self.closed || self.local.is_none() || self.names.contains_key(&hold.request) {
             return;
         }
-        let ticket = self.add(now, hold.request, hold.remote, Kind::Hold, out);
-        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.settings.hold_timeout_ms));
-        self.join(now, ticket, false, out);
+        let number = self.add(now, hold.request, hold.remote, RequestKind::Hold, out);
+        self.deadlines.set(ConsumerTimer::Hold(number), now + ms(self.config.settings.hold_timeout_ms));
+        self.join(now, number, false, out);
     }
 
-    pub(super) fn load(&mut self, now: Time, load: Load, out: &mut Outbox) {
+    pub(super) fn load(&mut self, now: Time, load: Load, out: &mut MachineOutput) {
         let (request, remote, refused) = (load.request.clone(), load.remote.clone(), load.refused.clone());
         let mut held = None;
         if let Some(&known) = self.names.get(&request) {
-            match self.wants.get(&known) {
+            match self.records.get(&known) {
                 // The load is under way; its one report will come.
-                Some(Want { kind: Kind::Load(_), .. }) => return,
-                Some(want) if want.remote == remote => held = Some(known),
-                _ => self.give_back(now, known, out),
+                Some(RequestRecord { kind: RequestKind::Load(_), .. }) => return,
+                Some(record) if record.remote == remote => held = Some(known),
+                _ => self.release_or_linger(now, known, out),
             }
         }
         let joined = held.is_some();
-        let known = held.and_then(|ticket| self.wants.get(&ticket)).map_or(now, |want| want.known);
+        let known = held.and_then(|number| self.records.get(&number)).map_or(now, |record| record.known);
         let state = Box::new(LoadState::new(now, known, load));
-        let ticket = match held.and_then(|ticket| Some((ticket, self.wants.get_mut(&ticket)?))) {
-            Some((ticket, want)) => {
-                want.kind = Kind::Load(state);
-                self.deadlines.cancel(&Timer::Hold(ticket));
-                ticket
+        let number = match held.and_then(|number| Some((number, self.records.get_mut(&number)?))) {
+            Some((number, record)) => {
+                record.kind = RequestKind::Load(state);
+                self.deadlines.cancel(&ConsumerTimer::Hold(number));
+                number
             }
-            None => self.add(now, request, remote, Kind::Load(state), out),
+            None => self.add(now, request, remote, RequestKind::Load(state), out),
         };
         if self.closed {
-            self.fail(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
+            self.fail(now, number, Cause::ShutDown, "the worker is shut down".into(), out);
             return;
         }
         if self.local.is_none() {
             let text = "this rank has not stated its geometry, so nothing can be read; call set_geometry first";
-            self.fail(now, ticket, Cause::InvalidRequest, text.into(), out);
+            self.fail(now, number, Cause::InvalidRequest, text.into(), out);
             return;
         }
         if let Some(text) = refused {
             if !joined {
-                self.join_session(now, ticket, true, out);
+                self.join_session(now, number, true, out);
             }
-            self.fail(now, ticket, Cause::InvalidRequest, text, out);
+            self.fail(now, number, Cause::InvalidRequest, text, out);
             return;
         }
-        self.await_first(now, ticket, out);
+        self.await_prefill_first(now, number, out);
         if joined {
-            self.progress(now, ticket, None, out);
+            self.progress(now, number, None, out);
         } else {
-            self.join(now, ticket, true, out);
+            self.join(now, number, true, out);
         }
     }
 
-    pub(super) fn release(&mut self, now: Time, release: Release, out: &mut Outbox) {
-        if let Some(&ticket) = self.names.get(&release.request) {
-            match self.wants.get(&ticket).map(|want| &want.kind) {
-                Some(Kind::Load(_)) => self.abort(now, &release.request, out),
-                _ => self.give_back(now, ticket, out),
+    pub(super) fn release(&mut self, now: Time, release: Release, out: &mut MachineOutput) {
+        if let Some(&number) = self.names.get(&release.request) {
+            match self.records.get(&number).map(|record| &record.kind) {
+                Some(RequestKind::Load(_)) => self.abort(now, &release.request, out),
+                _ => self.release_or_linger(now, number, out),
             }
             return;
         }
@@ -232,22 +232,22 @@ impl Consumer {
             return;
         }
         let shared = release.remote.shared;
-        let kind = if shared { Kind::Linger } else { Kind::Release };
-        let ticket = self.add(now, release.request.clone(), release.remote, kind, out);
+        let kind = if shared { RequestKind::Linger } else { RequestKind::Release };
+        let number = self.add(now, release.request.clone(), release.remote, kind, out);
         self.names.remove(&release.request);
         if shared {
-            self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.shared_grace_ms));
+            self.deadlines.set(ConsumerTimer::Hold(number), now + ms(self.config.shared_grace_ms));
         }
-        self.join(now, ticket, false, out);
+        self.join(now, number, false, out);
     }
 
-    pub(super) fn abort(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
-        let Some(&ticket) = self.names.get(request) else { return };
-        match self.wants.get(&ticket).map(|want| &want.kind) {
-            Some(Kind::Load(_)) => {
-                self.fail(now, ticket, Cause::Aborted, "this engine aborted the request".into(), out);
+    pub(super) fn abort(&mut self, now: Time, request: &RequestId, out: &mut MachineOutput) {
+        let Some(&number) = self.names.get(request) else { return };
+        match self.records.get(&number).map(|record| &record.kind) {
+            Some(RequestKind::Load(_)) => {
+                self.fail(now, number, Cause::Aborted, "this engine aborted the request".into(), out);
             }
-            _ => self.give_back(now, ticket, out),
+            _ => self.release_or_linger(now, number, out),
         }
     }
 
@@ -256,33 +256,40 @@ impl Consumer {
         now: Time,
         id: SessionId,
         answer: Result<HandshakeReply, HandshakeFailure>,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) -> Option<Result<Vec<String>, HandshakeFailure>> {
         let local = self.local.clone()?;
         let (engine, life) = self.sessions.awaited(id)?;
-        let session = Session::new(Arc::clone(&local), id.0, engine, life);
-        let mut outcome = match answer.and_then(|reply| session.judge(reply)) {
+        let check = HandshakeCheck::new(Arc::clone(&local), id.0, engine, life);
+        let mut outcome = match answer.and_then(|reply| check.judge(reply)) {
             Ok(outcome) => outcome,
-            Err(failure) if failure.cause == Cause::PeerDied && self.sessions.ask_anew(id, out) => return None,
+            Err(failure) if failure.cause == Cause::PeerDied && self.sessions.retry_handshake(id, out) => return None,
             Err(failure) => {
                 self.session_failed(now, id, failure.cause, &failure.message, out);
                 return Some(Err(failure));
             }
         };
         let notes = std::mem::take(&mut outcome.notes);
-        self.met(now, id, &local, &outcome, out);
+        self.accept_metadata(now, id, &local, &outcome, out);
         Some(Ok(notes))
     }
 
     /// An engine has told its ranks' metadata, which fits.
-    fn met(&mut self, now: Time, id: SessionId, local: &RankMetadata, outcome: &HandshakeOutcome, out: &mut Outbox) {
+    fn accept_metadata(
+        &mut self,
+        now: Time,
+        id: SessionId,
+        local: &RankMetadata,
+        outcome: &HandshakeOutcome,
+        out: &mut MachineOutput,
+    ) {
         let users = self.users(id);
         if self.sessions.has_twin(id, outcome, out) {
             // First, so that none of them finds it again.
             self.sessions.break_off(now, id, false, out);
-            for ticket in users {
-                self.sessions.leave(now, id, ticket, out);
-                self.join(now, ticket, true, out);
+            for number in users {
+                self.sessions.leave(now, id, number, out);
+                self.join(now, number, true, out);
             }
             return;
         }
@@ -303,7 +310,7 @@ impl Consumer {
         self.sessions.get(self.sessions.session_of(peer)?)?.shape
     }
 
-    pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {
+    pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut MachineOutput) {
         let Some((id, ready)) = self.sessions.connected(key, out) else { return };
         if ready {
             let begun = self.sessions.get(id).map_or(now, |session| session.begun);
@@ -312,20 +319,20 @@ impl Consumer {
                 stats.handshake_time.observe(u64::try_from(now.since(begun).as_micros()).unwrap_or(u64::MAX));
             });
         }
-        for ticket in self.users(id) {
-            self.progress(now, ticket, Some(key.connection), out);
+        for number in self.users(id) {
+            self.progress(now, number, Some(key.connection), out);
         }
     }
 
-    pub(super) fn peer_lost(&mut self, now: Time, key: &PeerKey, message: &str, out: &mut Outbox) {
+    pub(super) fn peer_lost(&mut self, now: Time, key: &PeerKey, message: &str, out: &mut MachineOutput) {
         let Some(id) = self.sessions.session_of(key) else { return };
         self.sessions.forget_peer(key);
-        if self.sessions.get(id).is_some_and(|session| session.state == State::Connecting) {
+        if self.sessions.get(id).is_some_and(|session| session.state == SessionState::Connecting) {
             out.count(|stats| stats.handshake_failures += 1);
         }
         self.sessions.break_off(now, id, true, out);
-        for ticket in self.users(id) {
-            self.strand(now, ticket, Cause::PeerDied, format!("{key} is lost: {message}"), out);
+        for number in self.users(id) {
+            self.lose_session(now, number, Cause::PeerDied, format!("{key} is lost: {message}"), out);
         }
     }
 
@@ -334,41 +341,41 @@ impl Consumer {
         now: Time,
         token: TransferToken,
         result: Result<TransferFigures, (Cause, String)>,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) {
-        let Some(ticket) = self.tokens.remove(&token) else { return };
-        let lane = self.portions.remove(&token);
-        self.read_of(now, ticket, token, lane, result, out);
+        let Some(number) = self.tokens.remove(&token) else { return };
+        let lane = self.chunks_in_flight.remove(&token);
+        self.read_of(now, number, token, lane, result, out);
         if let Some(connection) = lane {
-            self.next_portion(now, connection, out);
+            self.next_chunk(now, connection, out);
         }
     }
 
     fn read_of(
         &mut self,
         now: Time,
-        ticket: Ticket,
+        number: RequestNumber,
         token: TransferToken,
         lane: Option<u64>,
         result: Result<TransferFigures, (Cause, String)>,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) {
-        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        let Some(RequestRecord { kind: RequestKind::Load(load), .. }) = self.records.get_mut(&number) else { return };
         let counts = load.completed(token, result.as_ref().ok().copied());
         if !counts && load.failure.is_none() {
-            return self.voided(now, ticket, out);
+            return self.revoked_read_ended(now, number, out);
         }
         match result {
             Ok(_) => {
                 if load.failure.is_none() {
-                    self.confirm_if_read(now, ticket, out);
+                    self.confirm_if_read(now, number, out);
                 } else if load.in_flight().next().is_none() {
-                    self.conclude(now, ticket, out);
+                    self.conclude(now, number, out);
                 }
             }
             Err((cause, message)) => match lane.filter(|_| cause == Cause::DigestMismatch && load.failure.is_none()) {
-                Some(connection) => self.doubt(now, ticket, token, connection, out),
-                None => self.fail(now, ticket, cause, message, out),
+                Some(connection) => self.digest_mismatch(now, number, token, connection, out),
+                None => self.fail(now, number, cause, message, out),
             },
         }
     }
@@ -379,12 +386,14 @@ impl Consumer {
         key: &PeerKey,
         request: &RequestId,
         verdict: Verdict,
-        ticket: Ticket,
-        out: &mut Outbox,
+        number: RequestNumber,
+        out: &mut MachineOutput,
     ) {
-        let Some(want) = self.wants.get_mut(&ticket).filter(|want| want.remote.request == *request) else { return };
-        let Kind::Load(load) = &mut want.kind else { return };
-        if load.phase != Phase::Confirming {
+        let Some(record) = self.records.get_mut(&number).filter(|record| record.remote.request == *request) else {
+            return;
+        };
+        let RequestKind::Load(load) = &mut record.kind else { return };
+        if load.phase != LoadPhase::Confirming {
             return;
         }
         let Some(read) = load.reads.get_mut(&key.connection) else { return };
@@ -392,22 +401,22 @@ impl Consumer {
             Verdict::Valid => {
                 read.valid = true;
                 if load.reads.values().all(|read| read.valid) {
-                    self.conclude(now, ticket, out);
+                    self.conclude(now, number, out);
                 }
                 return;
             }
             Verdict::Expired => "the lease had run out, or the blocks had been given back, when the read was over",
             Verdict::Unknown => "the producer does not know the request (any more)",
         };
-        self.fail(now, ticket, Cause::LeaseExpired, format!("{key}, request {request}: {text}"), out);
+        self.fail(now, number, Cause::LeaseExpired, format!("{key}, request {request}: {text}"), out);
     }
 
-    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
+    pub(super) fn advance(&mut self, now: Time, out: &mut MachineOutput) {
         while let Some(id) = self.sessions.advance(now, out) {
             let limit = self.config.settings.handshake_timeout_ms;
             let Some(session) = self.sessions.get(id) else { continue };
             let what = match session.state {
-                State::Connecting => "its ranks were not connected",
+                SessionState::Connecting => "its ranks were not connected",
                 _ => "no usable answer came",
             };
             let text = format!("{what} within {limit} ms; its listener is {}", session.listener());
@@ -415,16 +424,19 @@ impl Consumer {
         }
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
-                Timer::Hold(ticket) => self.let_go(now, ticket, out),
-                Timer::Load(ticket) => {
-                    let Some(Want { kind: Kind::Load(load), remote, .. }) = self.wants.get(&ticket) else { continue };
+                ConsumerTimer::Hold(number) => self.release_lease(now, number, out),
+                ConsumerTimer::Load(number) => {
+                    let Some(RequestRecord { kind: RequestKind::Load(load), remote, .. }) = self.records.get(&number)
+                    else {
+                        continue;
+                    };
                     let text = match load.phase {
-                        Phase::Confirming => format!(
+                        LoadPhase::Confirming => format!(
                             "no verdict within {} ms of the read: engine {} has granted no lease of request {}, which must \
                              be the remote_request_id of its answer, or its workers do not run",
                             self.config.settings.verdict_timeout_ms, remote.engine, remote.request
                         ),
-                        _ if load.load.awaits && load.life.is_none() && self.config.settings.portion_tokens > 0 => {
+                        _ if load.load.awaits && load.lease.is_none() && self.config.settings.chunk_tokens > 0 => {
                             let limit = self.config.settings.await_timeout_ms;
                             format!(
                                 "the prefill engine has said nothing of this prefill within {limit} ms; check that the proxy \
@@ -433,11 +445,11 @@ impl Consumer {
                         }
                         _ if load.load.awaits => {
                             let limit = self.config.settings.hold_timeout_ms;
-                            format!("the prefill was not over within {limit} ms of the last news of it")
+                            format!("the prefill was not over within {limit} ms of its last progress")
                         }
                         _ => format!("the read took longer than {} ms", self.config.settings.transfer_timeout_ms),
                     };
-                    self.fail(now, ticket, Cause::Timeout, text, out);
+                    self.fail(now, number, Cause::Timeout, text, out);
                 }
             }
         }
@@ -447,66 +459,74 @@ impl Consumer {
         [self.deadlines.next(), self.sessions.next_timeout()].into_iter().flatten().min()
     }
 
-    pub(super) fn shut_down(&mut self, now: Time, holds: Holds, out: &mut Outbox) {
+    pub(super) fn shut_down(&mut self, now: Time, holds: HoldsAtEnd, out: &mut MachineOutput) {
         self.closed = true;
-        self.releases = holds == Holds::GivenBack;
-        let tickets: Vec<Ticket> = self.wants.keys().copied().collect();
-        for ticket in tickets {
-            self.strand(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
+        self.releases = holds == HoldsAtEnd::Released;
+        let numbers: Vec<RequestNumber> = self.records.keys().copied().collect();
+        for number in numbers {
+            self.lose_session(now, number, Cause::ShutDown, "the worker is shut down".into(), out);
         }
         self.sessions.close(out);
     }
 
-    fn add(&mut self, now: Time, request: RequestId, remote: Remote, kind: Kind, out: &mut Outbox) -> Ticket {
+    fn add(
+        &mut self,
+        now: Time,
+        request: RequestId,
+        remote: Remote,
+        kind: RequestKind,
+        out: &mut MachineOutput,
+    ) -> RequestNumber {
         self.next += 1;
-        let ticket = self.next;
-        if matches!(kind, Kind::Hold | Kind::Load(_)) {
-            out.trace(|| Life::RecvBegan { number: ticket, request: request.clone(), at: now });
+        let number = self.next;
+        if matches!(kind, RequestKind::Hold | RequestKind::Load(_)) {
+            out.trace(|| TraceEvent::RecvBegan { number, request: request.clone(), at: now });
         }
-        self.names.insert(request.clone(), ticket);
-        self.users.entry(remote.request.clone()).or_default().insert(ticket);
-        let want = Want { request, remote, known: now, handshake: None, session: None, beating: false, kind };
-        self.wants.insert(ticket, want);
-        ticket
+        self.names.insert(request.clone(), number);
+        self.users.entry(remote.request.clone()).or_default().insert(number);
+        let record =
+            RequestRecord { request, remote, known: now, handshake: None, session: None, heartbeats: false, kind };
+        self.records.insert(number, record);
+        number
     }
 
-    fn users(&self, id: SessionId) -> Vec<Ticket> {
+    fn users(&self, id: SessionId) -> Vec<RequestNumber> {
         self.sessions.get(id).map(|session| session.users.iter().copied().collect()).unwrap_or_default()
     }
 
-    /// Finds a session for a want. `insist`: also right after a failed handshake.
-    fn join_session(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) -> bool {
-        let Some(want) = self.wants.get_mut(&ticket) else { return false };
-        match self.sessions.join(now, ticket, &want.remote, insist, out) {
-            Joined::Ready(id) => {
-                want.session = Some(id);
+    /// Finds a session for a record. `insist`: also right after a failed handshake.
+    fn join_session(&mut self, now: Time, number: RequestNumber, insist: bool, out: &mut MachineOutput) -> bool {
+        let Some(record) = self.records.get_mut(&number) else { return false };
+        match self.sessions.join(now, number, &record.remote, insist, out) {
+            JoinResult::Ready(id) => {
+                record.session = Some(id);
                 true
             }
-            Joined::Waiting(id) => {
-                want.session = Some(id);
-                want.handshake = self.sessions.get(id).map(|session| (session.begun, None));
+            JoinResult::Waiting(id) => {
+                record.session = Some(id);
+                record.handshake = self.sessions.get(id).map(|session| (session.begun, None));
                 true
             }
-            Joined::Refused => false,
+            JoinResult::Refused => false,
         }
     }
 
-    fn join(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) {
-        if self.join_session(now, ticket, insist, out) {
-            self.progress(now, ticket, None, out);
+    fn join(&mut self, now: Time, number: RequestNumber, insist: bool, out: &mut MachineOutput) {
+        if self.join_session(now, number, insist, out) {
+            self.progress(now, number, None, out);
         } else {
             let text = "the last handshake with the engine failed a moment ago".into();
-            self.strand(now, ticket, Cause::HandshakeFailed, text, out);
+            self.lose_session(now, number, Cause::HandshakeFailed, text, out);
         }
     }
 
-    fn session_failed(&mut self, now: Time, id: SessionId, cause: Cause, message: &str, out: &mut Outbox) {
+    fn session_failed(&mut self, now: Time, id: SessionId, cause: Cause, message: &str, out: &mut MachineOutput) {
         out.count(|stats| stats.handshake_failures += 1);
         // A restarted engine answers well: only the leases of its former life are gone.
         self.sessions.break_off(now, id, cause != Cause::PeerDied, out);
-        for ticket in self.users(id) {
-            let engine = self.wants.get(&ticket).map(|want| want.remote.engine.to_string()).unwrap_or_default();
-            self.strand(now, ticket, cause, format!("handshake with engine {engine} failed: {message}"), out);
+        for number in self.users(id) {
+            let engine = self.records.get(&number).map(|record| record.remote.engine.to_string()).unwrap_or_default();
+            self.lose_session(now, number, cause, format!("handshake with engine {engine} failed: {message}"), out);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::action::{TransferFigures, TransferToken};
-use super::life::{Receive, ReceivedPortion};
+use super::trace::{ReceiveTrace, ReceivedChunk};
 use crate::ids::{EngineId, Incarnation, RequestId};
 use crate::stats::Stats;
 use crate::time::Time;
@@ -11,8 +11,8 @@ use crate::wire::{Blocks, Cause, Load, Prefill, RecvFailure, RecvRecord, Remote}
 
 /// Where a load stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// No rank is connected yet, or the prefill is awaited; nothing but portions of it is posted.
+pub(super) enum LoadPhase {
+    /// No rank is connected yet, or the prefill is awaited; nothing but chunks of it is posted.
     Waiting,
     /// Transfers are under way, or ranks to read from still being connected to, or transfers winding down after a failure.
     Reading,
@@ -22,44 +22,44 @@ pub(super) enum Phase {
 
 /// One rank's read.
 #[derive(Debug)]
-pub(super) struct Read {
+pub(super) struct RankRead {
     /// The transfers that may touch memory.
     pub(super) in_flight: Vec<TransferToken>,
     /// Up to which token it is posted in groups that keep all tokens.
     pub(super) up_to: u64,
-    /// Whether nothing is left to be posted.
+    /// True if nothing is left to be posted.
     pub(super) whole: bool,
-    /// Whether the producer rank has judged it valid.
+    /// True if the producer rank has judged it valid.
     pub(super) valid: bool,
 }
 
-/// What was read of a prefill under way at once, from one rank.
+/// One chunk of a prefill under way, read from one rank.
 #[derive(Debug)]
-struct Portion {
+struct ChunkRead {
     token: TransferToken,
     tokens: (u64, u64),
     figures: Option<TransferFigures>,
 }
 
-impl Portion {
-    fn told(&self) -> Option<ReceivedPortion> {
+impl ChunkRead {
+    fn trace(&self) -> Option<ReceivedChunk> {
         let TransferFigures { bytes, posted_at, finished_at, .. } = self.figures?;
-        Some(ReceivedPortion { tokens: self.tokens, bytes, posted: posted_at, over: finished_at })
+        Some(ReceivedChunk { tokens: self.tokens, bytes, posted: posted_at, over: finished_at })
     }
 }
 
 #[derive(Debug)]
 pub(super) struct LoadState {
     pub(super) load: Load,
-    pub(super) phase: Phase,
+    pub(super) phase: LoadPhase,
     /// By the connection that each goes over.
-    pub(super) reads: BTreeMap<u64, Read>,
-    /// Of which life of its engine the prefill is that was awaited, and which lease it has or will have, once that is known.
-    pub(super) life: Option<(Incarnation, u64)>,
+    pub(super) reads: BTreeMap<u64, RankRead>,
+    /// The life of the engine whose prefill is awaited, and the lease that it has or will have, once they are known.
+    pub(super) lease: Option<(Incarnation, u64)>,
     /// Reads of a lease that will never be granted, which may still touch memory.
-    pub(super) void: Vec<TransferToken>,
-    /// A portion was not what the producer had: none is read any more before the prefill is over.
-    pub(super) doubtful: bool,
+    pub(super) revoked: Vec<TransferToken>,
+    /// A chunk was not what the producer had: none is read any more before the prefill is over.
+    pub(super) mismatched: bool,
     /// The first thing that went wrong.
     pub(super) failure: Option<(Cause, String)>,
     /// When the worker first heard of the request, by a hold or by this load, or of the end of the prefill that it awaited.
@@ -73,7 +73,7 @@ pub(super) struct LoadState {
     last_byte: Option<Time>,
     bytes: u64,
     operations: u64,
-    portions: Vec<Portion>,
+    chunks: Vec<ChunkRead>,
 }
 
 fn micros(from: Time, to: Time) -> u64 {
@@ -84,11 +84,11 @@ impl LoadState {
     pub(super) fn new(now: Time, known: Time, load: Load) -> Self {
         LoadState {
             load,
-            phase: Phase::Waiting,
+            phase: LoadPhase::Waiting,
             reads: BTreeMap::new(),
-            life: None,
-            void: Vec::new(),
-            doubtful: false,
+            lease: None,
+            revoked: Vec::new(),
+            mismatched: false,
             failure: None,
             known,
             arrived: now,
@@ -99,63 +99,63 @@ impl LoadState {
             last_byte: None,
             bytes: 0,
             operations: 0,
-            portions: Vec::new(),
+            chunks: Vec::new(),
         }
     }
 
     /// The prefill that was awaited is as far as this.
-    pub(super) fn progressed(&mut self, prefill: Prefill) {
+    pub(super) fn set_progress(&mut self, prefill: Prefill) {
         let Prefill { blocks, tokens, .. } = prefill;
         (self.load.remote_blocks, self.load.remote_tokens) = (blocks, tokens);
     }
 
     /// The prefill that was awaited is over. What was before that is none of the hand-over's time.
-    pub(super) fn prefilled(&mut self, now: Time, prefill: Prefill) {
-        self.progressed(prefill);
+    pub(super) fn prefill_ended(&mut self, now: Time, prefill: Prefill) {
+        self.set_progress(prefill);
         self.load.awaits = false;
         (self.known, self.arrived) = (now, now);
     }
 
     /// The blocks that were read are given away: nothing of them counts. Gives the reads that are still under way.
-    pub(super) fn start_anew(&mut self) -> Vec<TransferToken> {
-        let under_way: Vec<TransferToken> =
+    pub(super) fn restart(&mut self) -> Vec<TransferToken> {
+        let in_flight: Vec<TransferToken> =
             std::mem::take(&mut self.reads).into_values().flat_map(|read| read.in_flight).collect();
-        self.void.extend(&under_way);
+        self.revoked.extend(&in_flight);
         (self.bytes, self.operations) = (0, 0);
         [self.posted, self.all_posted, self.first_end, self.last_byte] = [None; 4];
-        self.portions.clear();
-        self.doubtful = false;
-        under_way
+        self.chunks.clear();
+        self.mismatched = false;
+        in_flight
     }
 
     /// The read that goes over this connection.
-    pub(super) fn read_from(&mut self, connection: u64) -> &mut Read {
+    pub(super) fn read_from(&mut self, connection: u64) -> &mut RankRead {
         let up_to = self.load.tokens.0;
-        let new = || Read { in_flight: Vec::new(), up_to, whole: false, valid: false };
+        let new = || RankRead { in_flight: Vec::new(), up_to, whole: false, valid: false };
         self.reads.entry(connection).or_insert_with(new)
     }
 
-    /// Takes note of a portion that is posted.
-    pub(super) fn portion(&mut self, token: TransferToken, tokens: (u64, u64)) {
-        self.portions.push(Portion { token, tokens, figures: None });
+    /// Takes note of a chunk that is posted.
+    pub(super) fn add_chunk(&mut self, token: TransferToken, tokens: (u64, u64)) {
+        self.chunks.push(ChunkRead { token, tokens, figures: None });
     }
 
-    /// A portion was not what the producer had. Gives its tokens.
-    pub(super) fn doubt(&mut self, token: TransferToken) -> Option<(u64, u64)> {
-        self.doubtful = true;
-        let at = self.portions.iter().rposition(|portion| portion.token == token)?;
-        Some(self.portions.remove(at).tokens)
+    /// A chunk was not what the producer had. Gives its tokens.
+    pub(super) fn digest_mismatch(&mut self, token: TransferToken) -> Option<(u64, u64)> {
+        self.mismatched = true;
+        let at = self.chunks.iter().rposition(|chunk| chunk.token == token)?;
+        Some(self.chunks.remove(at).tokens)
     }
 
     /// Transfers that may still touch memory.
     pub(super) fn in_flight(&self) -> impl Iterator<Item = TransferToken> {
-        self.reads.values().flat_map(|read| &read.in_flight).chain(&self.void).copied()
+        self.reads.values().flat_map(|read| &read.in_flight).chain(&self.revoked).copied()
     }
 
     /// Takes note of a completed transfer. Gives whether it counts.
     pub(super) fn completed(&mut self, token: TransferToken, figures: Option<TransferFigures>) -> bool {
-        if let Some(at) = self.void.iter().position(|void| *void == token) {
-            self.void.swap_remove(at);
+        if let Some(at) = self.revoked.iter().position(|revoked| *revoked == token) {
+            self.revoked.swap_remove(at);
             return false;
         }
         for read in self.reads.values_mut() {
@@ -168,8 +168,8 @@ impl LoadState {
     }
 
     fn count_in(&mut self, token: TransferToken, figures: TransferFigures) {
-        if let Some(portion) = self.portions.iter_mut().rfind(|portion| portion.token == token) {
-            portion.figures = Some(figures);
+        if let Some(chunk) = self.chunks.iter_mut().rfind(|chunk| chunk.token == token) {
+            chunk.figures = Some(figures);
         }
         self.bytes = self.bytes.saturating_add(figures.bytes);
         self.operations = self.operations.saturating_add(figures.operations);
@@ -222,8 +222,8 @@ impl LoadState {
         }
         stats.recvs += 1;
         stats.bytes += record.bytes;
-        let portions = self.portions.iter().filter_map(|portion| portion.figures);
-        stats.ahead_bytes += portions.map(|figures| figures.bytes).sum::<u64>();
+        let chunks = self.chunks.iter().filter_map(|chunk| chunk.figures);
+        stats.ahead_bytes += chunks.map(|figures| figures.bytes).sum::<u64>();
         stats.blocks += record.blocks;
         stats.operations += record.operations;
         stats.recv_bytes.observe(record.bytes);
@@ -240,14 +240,14 @@ impl LoadState {
     }
 
     /// The life of a load that is over at `now`, with its record.
-    pub(super) fn life(
+    pub(super) fn trace(
         &self,
         now: Time,
         engine: &EngineId,
         handshake: Option<(Time, Option<Time>)>,
         record: &RecvRecord,
-    ) -> Receive {
-        Receive {
+    ) -> ReceiveTrace {
+        ReceiveTrace {
             engine: engine.clone(),
             known: self.known,
             queued: self.arrived,
@@ -260,7 +260,7 @@ impl LoadState {
             confirmed: record.cause.is_none().then_some(now),
             record: record.clone(),
             message: self.failure.as_ref().map(|(_, text)| text.clone()),
-            portions: self.portions.iter().filter_map(Portion::told).collect(),
+            chunks: self.chunks.iter().filter_map(ChunkRead::trace).collect(),
         }
     }
 

@@ -3,64 +3,63 @@
 //! The driver hands in what happened (`handle_*`), each time with the present time, which never goes back. After each
 //! `handle_*` it polls, in this order:
 //!
-//! 1. [`Worker::poll_action`] until it gives nothing: what to do, in the order in which to do it;
-//! 2. [`Worker::poll_report`]: what the scheduler side is to be told, gathered since the last call;
-//! 3. [`Worker::poll_timeout`]: when to call [`Worker::handle_timeout`] at the latest.
+//! 1. [`WorkerMachine::poll_action`] until it gives nothing: what to do, in the order in which to do it;
+//! 2. [`WorkerMachine::poll_report`]: what the scheduler side is to be told, gathered since the last call;
+//! 3. [`WorkerMachine::poll_timeout`]: when to call [`WorkerMachine::handle_timeout`] at the latest.
 //!
 //! A report may be polled later than the actions, never before them: the blocks of a reported request may be reused at
 //! once.
 //!
 //! **Producer.** A grant makes a lease. Heartbeats of its readers renew it. Each reader's `Done` is answered by a verdict,
-//! `Valid` only while the lease holds. When as many readers as were announced want it no more, or when it runs out, the
+//! `Valid` only while the lease holds. When as many readers as were announced need it no more, or when it runs out, the
 //! request is reported in `finished_sending`, once per grant. A `Done` or `Release` that comes before the grant waits for it.
 //! A grant that consumers may await is reported in `granted`.
 //!
 //! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
 //! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
 //! reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers can touch
-//! memory any more. A load whose prefill may still be under way holds until that is over, and reads meanwhile what is written
-//! (see `consumer/portions.rs`). A release tells the producer and
-//! is not reported. Requests that name the same lease use it together: the producer is told when the last of them needs it
-//! no more.
+//! memory any more. A load whose prefill may still be under way holds until that is over, and meanwhile reads the written
+//! chunks (`consumer/chunks.rs`). A release tells the producer and is not reported. Requests that name the same lease use it
+//! together: the producer is told when the last of them needs it no more.
 
 mod action;
 mod config;
 mod consumer;
-mod life;
 mod load;
-mod outbox;
+mod output;
 mod producer;
 mod sessions;
 mod timers;
+mod trace;
 
 use std::sync::Arc;
 
 pub use action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
-pub use config::{WorkerConfig, WorkerSettings};
-pub use life::{LeaseEnd, Life, Receive, ReceivedPortion};
+pub use config::{WorkerMachineConfig, WorkerSettings};
 use serde::Serialize;
+pub use trace::{LeaseEnd, ReceiveTrace, ReceivedChunk, TraceEvent};
 
 use crate::error::Result;
-use crate::handshake::{HandshakeFailure, PrefillNews};
+use crate::handshake::{HandshakeFailure, PrefillProgress};
 use crate::time::Time;
 use crate::wire::{Cause, EngineShape, HandshakeReply, PeerMessage, RankMetadata, StepMetadata, WorkerReport};
-use consumer::{Consumer, Holds};
-use outbox::Outbox;
-use producer::{Beat, Producer, Said};
+use consumer::{Consumer, HoldsAtEnd};
+use output::MachineOutput;
+use producer::{LeaseRenewal, Producer, ReaderMessage};
 
 /// One rank's state machine. Not thread-safe by itself: its driver's thread owns it.
 #[derive(Debug)]
-pub struct Worker {
-    config: WorkerConfig,
+pub struct WorkerMachine {
+    config: WorkerMachineConfig,
     now: Time,
     producer: Producer,
     consumer: Consumer,
-    out: Outbox,
+    out: MachineOutput,
 }
 
 /// How much the machine remembers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Gauges {
+pub struct MachineGauges {
     /// Producer: leases that hold.
     pub leases: usize,
     /// Producer: messages about requests that are not granted yet.
@@ -82,21 +81,21 @@ pub struct Gauges {
     pub peers: usize,
 }
 
-impl Worker {
-    /// A machine without work. Errors: what [`WorkerConfig::check`] says.
-    pub fn new(config: WorkerConfig) -> Result<Worker> {
+impl WorkerMachine {
+    /// A machine without work. Errors: what [`WorkerMachineConfig::check`] says.
+    pub fn new(config: WorkerMachineConfig) -> Result<WorkerMachine> {
         config.check()?;
-        Ok(Worker {
+        Ok(WorkerMachine {
             now: Time::default(),
             producer: Producer::new(&config),
             consumer: Consumer::new(&config),
-            out: Outbox::new(&config),
+            out: MachineOutput::new(&config),
             config,
         })
     }
 
     /// The configuration.
-    pub fn config(&self) -> &WorkerConfig {
+    pub fn config(&self) -> &WorkerMachineConfig {
         &self.config
     }
 
@@ -106,9 +105,9 @@ impl Worker {
     }
 
     /// How much the machine remembers. Counts, so not for a hot path.
-    pub fn gauges(&self) -> Gauges {
+    pub fn gauges(&self) -> MachineGauges {
         let (holds, loads, releases) = self.consumer.counts();
-        Gauges {
+        MachineGauges {
             leases: self.producer.leases(),
             early: self.producer.early(),
             tombstones: self.producer.tombstones(),
@@ -121,7 +120,7 @@ impl Worker {
         }
     }
 
-    /// Whether no transfer is under way. After `handle_shutdown`: whether every load has been reported and the memory may
+    /// True if no transfer is under way. After `handle_shutdown`: every load has been reported and the memory may
     /// be given up.
     pub fn is_drained(&self) -> bool {
         self.consumer.in_flight() == 0
@@ -171,16 +170,16 @@ impl Worker {
         self.consumer.handshake(now, session, answer, &mut self.out)
     }
 
-    /// The shape of the engine that this connection leads to; nothing if the connection is not ours (any more).
+    /// The shape of the engine behind this connection. None if the connection is not ours (any more).
     pub fn shape_of(&self, peer: &PeerKey) -> Option<EngineShape> {
         self.consumer.shape_of(peer)
     }
 
     /// The answer to [`Action::Await`]: how far the prefill is, or why there is none. Ignored when nobody waits for it any
     /// more.
-    pub fn handle_prefill(&mut self, now: Time, number: AwaitId, result: Result<PrefillNews, (Cause, String)>) {
+    pub fn handle_prefill(&mut self, now: Time, number: AwaitId, result: Result<PrefillProgress, (Cause, String)>) {
         let now = self.advance(now);
-        self.consumer.prefilled(now, number, result, &mut self.out);
+        self.consumer.handle_progress(now, number, result, &mut self.out);
     }
 
     /// [`Action::Connect`] succeeded: transfers and messages can be given for the peer.
@@ -216,13 +215,13 @@ impl Worker {
         let out = &mut self.out;
         match message {
             PeerMessage::Heartbeat { requests, leases, reader } => {
-                self.producer.heartbeat(now, Beat { requests, leases, reader }, out);
+                self.producer.heartbeat(now, LeaseRenewal { requests, leases, reader }, out);
             }
             PeerMessage::Done { request, lease_id, reader, readers, serial, more } => {
-                self.producer.done(now, from, request, Said { reader, readers, lease_id, more }, serial, out);
+                self.producer.done(now, from, request, ReaderMessage { reader, readers, lease_id, more }, serial, out);
             }
             PeerMessage::Release { request, lease_id, reader, readers } => {
-                self.producer.release(now, request, Said { reader, readers, lease_id, more: false }, out);
+                self.producer.release(now, request, ReaderMessage { reader, readers, lease_id, more: false }, out);
             }
             PeerMessage::Verdict { request, verdict, serial } => {
                 if let PeerRef::Outbound(key) = from {
@@ -232,24 +231,24 @@ impl Worker {
         }
     }
 
-    /// The time of [`Worker::poll_timeout`] has come. Harmless at any other time.
+    /// The time of [`WorkerMachine::poll_timeout`] has come. Harmless at any other time.
     pub fn handle_timeout(&mut self, now: Time) {
         self.advance(now);
     }
 
     /// Ends every load (reported as shut down, once its transfers are over), hold and lease. What steps bring after that
-    /// ends at once. Done when [`Worker::is_drained`] and the last actions and report have been polled.
+    /// ends at once. Done when [`WorkerMachine::is_drained`] and the last actions and report have been polled.
     pub fn handle_shutdown(&mut self, now: Time) {
-        self.end(now, Holds::GivenBack);
+        self.end(now, HoldsAtEnd::Released);
     }
 
-    /// As [`Worker::handle_shutdown`], for an engine that starts a new worker later: prefills that wait to be loaded stay with
-    /// their producers, as long as the leases last.
+    /// As [`WorkerMachine::handle_shutdown`], for an engine that starts a new worker later. Prefills that wait to be
+    /// loaded stay with their producers, as long as the leases last.
     pub fn handle_suspend(&mut self, now: Time) {
-        self.end(now, Holds::Left);
+        self.end(now, HoldsAtEnd::Kept);
     }
 
-    fn end(&mut self, now: Time, holds: Holds) {
+    fn end(&mut self, now: Time, holds: HoldsAtEnd) {
         let now = self.advance(now);
         self.consumer.shut_down(now, holds, &mut self.out);
         self.producer.shut_down(now, &mut self.out);
@@ -260,17 +259,18 @@ impl Worker {
         self.out.pop()
     }
 
-    /// What happened since the last report; `None` when nothing did.
+    /// Returns the events since the last report; `None` without any.
     pub fn poll_report(&mut self) -> Option<WorkerReport> {
         self.out.take_report()
     }
 
-    /// What began or ended in the life of a request, with [`WorkerConfig::trace`]; to be polled after every `handle_*`.
-    pub fn poll_life(&mut self) -> Option<Life> {
-        self.out.pop_life()
+    /// The next event in the life of a request, with [`WorkerMachineConfig::trace`]. To be polled after every
+    /// `handle_*`.
+    pub fn poll_trace(&mut self) -> Option<TraceEvent> {
+        self.out.pop_trace()
     }
 
-    /// When to call [`Worker::handle_timeout`] next. It lies after the time of the last `handle_*`.
+    /// When to call [`WorkerMachine::handle_timeout`] next. It lies after the time of the last `handle_*`.
     pub fn poll_timeout(&mut self) -> Option<Time> {
         [self.producer.next_timeout(), self.consumer.next_timeout()].into_iter().flatten().min()
     }

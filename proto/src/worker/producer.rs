@@ -5,17 +5,17 @@
 //!
 //! A lease is read by the ranks of the consumer engines that name it by its number while it holds: one, or several where the
 //! samples of a prompt were dealt to data-parallel engines. Each rank is one reader, however many of its engine's requests
-//! read the blocks: its part is over with the `Done` that wants no more, or with its `Release`, and begins anew when it wants
-//! the lease again while that holds. The lease is over when all of these engines' parts are.
+//! read the blocks. It is done with the `Done` that needs no more, or with its `Release`, and counts again when it needs the
+//! lease again while that holds. The lease is over when all readers of these engines are done.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use super::action::PeerRef;
-use super::config::{WorkerConfig, ms};
-use super::life::{LeaseEnd, Life};
-use super::outbox::Outbox;
+use super::config::{WorkerMachineConfig, ms};
+use super::output::MachineOutput;
 use super::timers::{Deadlines, Memory};
+use super::trace::{LeaseEnd, TraceEvent};
 use crate::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::time::Time;
 use crate::wire::{Grant, PeerMessage, Reader, Verdict};
@@ -38,22 +38,22 @@ const MAX_FORMER: usize = 8;
 const UNNAMED_LENGTHS: u32 = 4;
 
 /// The ranks that have said `Done` or `Release`.
-type Readers = HashMap<(EngineId, RankId), Part>;
+type Readers = HashMap<(EngineId, RankId), ReaderState>;
 
-/// What one rank of the consumer has said of a lease.
+/// The state of one consumer rank that reads a lease.
 #[derive(Debug)]
-struct Part {
+struct ReaderState {
     /// The life of its agent. A later life takes the place of an earlier one.
     incarnation: Incarnation,
     /// The numbers of its reads that were judged valid.
     judged: Vec<u64>,
-    /// Whether it still wants the lease.
+    /// True if it still needs the lease.
     open: bool,
 }
 
 #[derive(Debug)]
 struct Lease {
-    /// What this engine calls it; leases are found by what consumers call it.
+    /// This engine's name for it; leases are found by the consumers' name.
     request: RequestId,
     id: u64,
     length: Duration,
@@ -62,14 +62,14 @@ struct Lease {
     history: bool,
     /// The ids of earlier leases of this name.
     former: Vec<u64>,
-    /// Whether an engine has named it. None that cannot counts from then on.
+    /// True if an engine has named it. None that cannot counts from then on.
     named: bool,
-    /// Of each consumer engine, how many readers will be heard from, as far as they have said.
+    /// The number of readers to hear from, per consumer engine, as far as they have said.
     expected: HashMap<EngineId, usize>,
     readers: Readers,
 }
 
-/// What is remembered of a request that is over.
+/// The memory of a request that is over.
 #[derive(Debug)]
 struct Tombstone {
     lease_id: u64,
@@ -81,24 +81,24 @@ struct Tombstone {
 
 /// A message that came before its request's grant.
 #[derive(Debug)]
-enum Early {
-    Done { from: PeerRef, said: Said, serial: u64 },
-    Release(Said),
+enum EarlyMessage {
+    Done { from: PeerRef, message: ReaderMessage, serial: u64 },
+    Release(ReaderMessage),
 }
 
-/// What a reader says of itself and of the lease that it means.
+/// A reader's message: who it is and which lease it means.
 #[derive(Debug, Clone)]
-pub(super) struct Said {
+pub(super) struct ReaderMessage {
     pub(super) reader: Reader,
     pub(super) readers: u32,
     pub(super) lease_id: u64,
-    /// Whether it still wants the lease.
+    /// True if it still needs the lease.
     pub(super) more: bool,
 }
 
 /// Which leases a heartbeat renews, see [`PeerMessage::Heartbeat`].
 #[derive(Debug)]
-pub(super) struct Beat {
+pub(super) struct LeaseRenewal {
     pub(super) requests: Vec<RequestId>,
     pub(super) leases: Vec<u64>,
     pub(super) reader: Option<Reader>,
@@ -107,23 +107,23 @@ pub(super) struct Beat {
 #[derive(Debug)]
 pub(super) struct Producer {
     leases: HashMap<RequestId, Lease>,
-    early: HashMap<RequestId, Vec<Early>>,
+    early: HashMap<RequestId, Vec<EarlyMessage>>,
     early_count: usize,
     early_keep: Duration,
     early_most: usize,
     tombstones: Memory<RequestId, Tombstone>,
-    deadlines: Deadlines<Timer>,
+    deadlines: Deadlines<ProducerTimer>,
     closed: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Timer {
+enum ProducerTimer {
     Lease(RequestId),
     Early(RequestId),
 }
 
 impl Producer {
-    pub(super) fn new(config: &WorkerConfig) -> Self {
+    pub(super) fn new(config: &WorkerMachineConfig) -> Self {
         Producer {
             leases: HashMap::new(),
             early: HashMap::new(),
@@ -149,8 +149,8 @@ impl Producer {
     }
 
     /// A request's blocks are kept from now on. A grant for a lease that still holds renews it; one for a request that
-    /// is over starts anew.
-    pub(super) fn grant(&mut self, now: Time, grant: Grant, out: &mut Outbox) {
+    /// is over makes a new one.
+    pub(super) fn grant(&mut self, now: Time, grant: Grant, out: &mut MachineOutput) {
         let Grant { request: own, lease_ms, lease_id, name, history } = grant;
         if self.closed {
             out.report.finished_sending.push(own);
@@ -167,10 +167,10 @@ impl Producer {
         let former = self.tombstones.get(&request).map(Tombstone::ids).unwrap_or_default();
         self.tombstones.remove(&request);
         let length = ms(lease_ms.max(1));
-        self.deadlines.set(Timer::Lease(request.clone()), now + length);
+        self.deadlines.set(ProducerTimer::Lease(request.clone()), now + length);
         if !self.leases.contains_key(&request) {
             out.count(|stats| stats.sends_granted += u64::from(!history));
-            out.trace(|| Life::SendBegan { request: request.clone(), at: now });
+            out.trace(|| TraceEvent::SendBegan { request: request.clone(), at: now });
         }
         self.leases
             .entry(request.clone())
@@ -188,14 +188,16 @@ impl Producer {
             });
         for early in self.take_early(&request) {
             match early {
-                Early::Done { from, said, serial } => self.done(now, &from, request.clone(), said, serial, out),
-                Early::Release(said) => self.release(now, request.clone(), said, out),
+                EarlyMessage::Done { from, message, serial } => {
+                    self.done(now, &from, request.clone(), message, serial, out)
+                }
+                EarlyMessage::Release(message) => self.release(now, request.clone(), message, out),
             }
         }
     }
 
     /// A request ended without a hand-over.
-    pub(super) fn dropped(&mut self, now: Time, request: RequestId, out: &mut Outbox) {
+    pub(super) fn dropped(&mut self, now: Time, request: RequestId, out: &mut MachineOutput) {
         if self.leases.contains_key(&request) {
             self.end(now, &request, LeaseEnd::Dropped, out);
             return;
@@ -209,9 +211,9 @@ impl Producer {
         }
     }
 
-    /// Renews the leases that still hold, if they are named by who may read them.
-    pub(super) fn heartbeat(&mut self, now: Time, beat: Beat, out: &mut Outbox) {
-        let Beat { requests, leases, reader } = beat;
+    /// Renews the leases that still hold, if a rank names them that may read them.
+    pub(super) fn heartbeat(&mut self, now: Time, renewal: LeaseRenewal, out: &mut MachineOutput) {
+        let LeaseRenewal { requests, leases, reader } = renewal;
         for (index, request) in requests.into_iter().enumerate() {
             let Some(lease) = self.leases.get_mut(&request) else { continue };
             let lease_id = leases.get(index).copied().unwrap_or(0);
@@ -225,7 +227,7 @@ impl Producer {
                 }
                 _ => continue,
             };
-            let timer = Timer::Lease(request);
+            let timer = ProducerTimer::Lease(request);
             if self.deadlines.get(&timer).is_some_and(|set| set < due) {
                 self.deadlines.set(timer, due);
                 out.count(|stats| stats.renewals += 1);
@@ -239,44 +241,44 @@ impl Producer {
         now: Time,
         from: &PeerRef,
         request: RequestId,
-        said: Said,
+        message: ReaderMessage,
         serial: u64,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) {
         let verdict = if let Some(lease) = self.leases.get_mut(&request) {
-            lease.hear(said, Some(serial))
-        } else if let Some(tombstone) = self.tombstone(&request, &said) {
-            if tombstone.judged(&said.reader, serial) { Verdict::Valid } else { tombstone.otherwise }
+            lease.record(message, Some(serial))
+        } else if let Some(tombstone) = self.tombstone(&request, &message) {
+            if tombstone.judged(&message.reader, serial) { Verdict::Valid } else { tombstone.otherwise }
         } else {
-            let early = Early::Done { from: from.clone(), said, serial };
+            let early = EarlyMessage::Done { from: from.clone(), message, serial };
             if self.keep_early(now, &request, early) {
                 return;
             }
             Verdict::Unknown
         };
         out.send(from.clone(), PeerMessage::Verdict { request: request.clone(), verdict, serial });
-        self.end_if_heard(now, &request, out);
+        self.end_if_over(now, &request, out);
     }
 
     /// A reader declines to read (any more).
-    pub(super) fn release(&mut self, now: Time, request: RequestId, said: Said, out: &mut Outbox) {
+    pub(super) fn release(&mut self, now: Time, request: RequestId, message: ReaderMessage, out: &mut MachineOutput) {
         if let Some(lease) = self.leases.get_mut(&request) {
-            lease.hear(said, None);
-            self.end_if_heard(now, &request, out);
-        } else if self.tombstone(&request, &said).is_none() {
-            self.keep_early(now, &request, Early::Release(said));
+            lease.record(message, None);
+            self.end_if_over(now, &request, out);
+        } else if self.tombstone(&request, &message).is_none() {
+            self.keep_early(now, &request, EarlyMessage::Release(message));
         }
     }
 
-    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
+    pub(super) fn advance(&mut self, now: Time, out: &mut MachineOutput) {
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
-                Timer::Lease(request) => {
+                ProducerTimer::Lease(request) => {
                     let history = self.leases.get(&request).is_some_and(|lease| lease.history);
                     out.count(|stats| stats.sends_expired += u64::from(!history));
                     self.end(now, &request, LeaseEnd::Expired, out);
                 }
-                Timer::Early(request) => self.refuse_early(&request, out),
+                ProducerTimer::Early(request) => self.refuse_early(&request, out),
             }
         }
         self.tombstones.advance(now);
@@ -286,7 +288,7 @@ impl Producer {
         [self.deadlines.next(), self.tombstones.next_due()].into_iter().flatten().min()
     }
 
-    pub(super) fn shut_down(&mut self, now: Time, out: &mut Outbox) {
+    pub(super) fn shut_down(&mut self, now: Time, out: &mut MachineOutput) {
         self.closed = true;
         let mut requests: Vec<RequestId> = self.leases.keys().cloned().collect();
         requests.sort();
@@ -300,13 +302,13 @@ impl Producer {
         }
     }
 
-    fn end_if_heard(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
+    fn end_if_over(&mut self, now: Time, request: &RequestId, out: &mut MachineOutput) {
         let Some(lease) = self.leases.get(request) else { return };
-        if !lease.is_heard() {
+        if !lease.is_over() {
             return;
         }
         let counted = u64::from(!lease.history);
-        let how = if lease.readers.values().any(|part| !part.judged.is_empty()) {
+        let how = if lease.readers.values().any(|state| !state.judged.is_empty()) {
             out.count(|stats| stats.sends_read += counted);
             LeaseEnd::Read
         } else {
@@ -317,10 +319,10 @@ impl Producer {
     }
 
     /// The lease is over: the scheduler side may free the blocks, so no read counts from now on.
-    fn end(&mut self, now: Time, request: &RequestId, how: LeaseEnd, out: &mut Outbox) {
+    fn end(&mut self, now: Time, request: &RequestId, how: LeaseEnd, out: &mut MachineOutput) {
         let Some(lease) = self.leases.remove(request) else { return };
-        out.trace(|| Life::SendEnded { request: request.clone(), at: now, how });
-        self.deadlines.cancel(&Timer::Lease(request.clone()));
+        out.trace(|| TraceEvent::SendEnded { request: request.clone(), at: now, how });
+        self.deadlines.cancel(&ProducerTimer::Lease(request.clone()));
         self.tombstones.insert(
             now,
             request.clone(),
@@ -329,37 +331,38 @@ impl Producer {
         out.report.finished_sending.push(lease.request);
     }
 
-    /// What is remembered of the request, unless a lease is meant that is not known, whose grant is still to come: a request
-    /// that had none says nothing of a later one of its name.
-    fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
-        let known =
-            |t: &&Tombstone| t.lease_id == said.lease_id || said.lease_id == 0 || t.former.contains(&said.lease_id);
+    /// The memory of the request. None if the message means an unknown lease, whose grant is still to come: a request without a
+    /// lease says nothing of a later one of its name.
+    fn tombstone(&self, request: &RequestId, message: &ReaderMessage) -> Option<&Tombstone> {
+        let known = |t: &&Tombstone| {
+            t.lease_id == message.lease_id || message.lease_id == 0 || t.former.contains(&message.lease_id)
+        };
         self.tombstones.get(request).filter(known)
     }
 
-    /// Whether there was room.
-    fn keep_early(&mut self, now: Time, request: &RequestId, early: Early) -> bool {
+    /// Keeps an early message; false if there was no room.
+    fn keep_early(&mut self, now: Time, request: &RequestId, early: EarlyMessage) -> bool {
         if self.closed || self.early_count >= self.early_most {
             return false;
         }
         if !self.early.contains_key(request) {
-            self.deadlines.set(Timer::Early(request.clone()), now + self.early_keep);
+            self.deadlines.set(ProducerTimer::Early(request.clone()), now + self.early_keep);
         }
         self.early.entry(request.clone()).or_default().push(early);
         self.early_count += 1;
         true
     }
 
-    fn take_early(&mut self, request: &RequestId) -> Vec<Early> {
+    fn take_early(&mut self, request: &RequestId) -> Vec<EarlyMessage> {
         let Some(early) = self.early.remove(request) else { return Vec::new() };
-        self.deadlines.cancel(&Timer::Early(request.clone()));
+        self.deadlines.cancel(&ProducerTimer::Early(request.clone()));
         self.early_count = self.early_count.saturating_sub(early.len());
         early
     }
 
-    fn refuse_early(&mut self, request: &RequestId, out: &mut Outbox) {
+    fn refuse_early(&mut self, request: &RequestId, out: &mut MachineOutput) {
         for early in self.take_early(request) {
-            if let Early::Done { from, serial, .. } = early {
+            if let EarlyMessage::Done { from, serial, .. } = early {
                 let request = request.clone();
                 out.send(from, PeerMessage::Verdict { request, verdict: Verdict::Unknown, serial });
             }
@@ -368,16 +371,16 @@ impl Producer {
 }
 
 impl Lease {
-    /// Whether all readers of all consumers have said that they want no more; false before the first has.
-    fn is_heard(&self) -> bool {
+    /// True if every reader of every consumer is done with the lease; false before the first has said so.
+    fn is_over(&self) -> bool {
         let heard = |(engine, expected): (&EngineId, &usize)| {
-            let over = |((of, _), part): (&(EngineId, RankId), &Part)| of == engine && !part.open;
+            let over = |((of, _), reader): (&(EngineId, RankId), &ReaderState)| of == engine && !reader.open;
             self.readers.iter().filter(|entry| over(*entry)).count() >= *expected
         };
         !self.expected.is_empty() && self.expected.iter().all(heard)
     }
 
-    /// Whether a rank of `engine` that names the lease by `lease_id`, 0 if it cannot, may be one of its readers.
+    /// True if a rank of `engine` that names the lease by `lease_id`, 0 if it cannot, may be one of its readers.
     fn admits(&mut self, engine: &EngineId, lease_id: u64) -> bool {
         if lease_id != 0 && lease_id == self.id {
             if !std::mem::replace(&mut self.named, true) {
@@ -393,18 +396,18 @@ impl Lease {
         !self.named || self.expected.contains_key(engine)
     }
 
-    /// A reader wants the lease again after it has said that it does not.
+    /// A reader needs the lease again after it has said that it does not.
     fn reopen(&mut self, reader: &Reader) {
-        if let Some(part) = self.readers.get_mut(&(reader.engine.clone(), reader.rank))
-            && part.incarnation == reader.incarnation
+        if let Some(state) = self.readers.get_mut(&(reader.engine.clone(), reader.rank))
+            && state.incarnation == reader.incarnation
         {
-            part.open = true;
+            state.open = true;
         }
     }
 
     /// Records what a reader said while the lease holds: that it has completed read `serial`, or declines.
-    fn hear(&mut self, said: Said, serial: Option<u64>) -> Verdict {
-        let Said { reader, readers, lease_id, more } = said;
+    fn record(&mut self, message: ReaderMessage, serial: Option<u64>) -> Verdict {
+        let ReaderMessage { reader, readers, lease_id, more } = message;
         if lease_id != 0 && self.id != 0 && lease_id != self.id {
             return Verdict::Expired;
         }
@@ -418,21 +421,21 @@ impl Lease {
         let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
         let expected = self.expected.entry(key.0.clone()).or_insert(1);
         *expected = announced.max(*expected);
-        let new = || Part { incarnation: reader.incarnation, judged: Vec::new(), open: false };
-        let part = self.readers.entry(key).or_insert_with(new);
-        if part.incarnation != reader.incarnation {
-            *part = new();
+        let new = || ReaderState { incarnation: reader.incarnation, judged: Vec::new(), open: false };
+        let state = self.readers.entry(key).or_insert_with(new);
+        if state.incarnation != reader.incarnation {
+            *state = new();
         }
         if let Some(serial) = serial {
-            if part.judged.contains(&serial) {
+            if state.judged.contains(&serial) {
                 return Verdict::Valid;
             }
-            if part.judged.len() >= MAX_SERIALS {
-                part.judged.remove(0);
+            if state.judged.len() >= MAX_SERIALS {
+                state.judged.remove(0);
             }
-            part.judged.push(serial);
+            state.judged.push(serial);
         }
-        part.open = more;
+        state.open = more;
         Verdict::Valid
     }
 }
@@ -441,7 +444,7 @@ impl Tombstone {
     fn judged(&self, reader: &Reader, serial: u64) -> bool {
         self.readers
             .get(&(reader.engine.clone(), reader.rank))
-            .is_some_and(|part| part.incarnation == reader.incarnation && part.judged.contains(&serial))
+            .is_some_and(|state| state.incarnation == reader.incarnation && state.judged.contains(&serial))
     }
 
     /// The ids of its lease and of those before it, the latest last.

@@ -4,8 +4,8 @@
 //! is there, `Connecting` until every rank needed is connected, then `Ready`. Each rank is of use as soon as it is connected.
 //! A session whose connection broke is `Broken`: its users wind down, and the next request makes another one.
 //!
-//! A route, the host and port of a listener, only says how to get an engine's metadata. Routes whose listeners tell the same
-//! lead to one session. A request joins only a session to which its own route leads: what another listener says of an engine,
+//! An address, the host and port of a listener, only says how to get an engine's metadata. Addresses whose listeners tell the same
+//! lead to one session. A request joins only a session to which its own address leads: what another listener says of an engine,
 //! whatever life of it that names, is no reason to read there.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -13,8 +13,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 use super::action::{Action, PeerKey, PeerRef, SessionId};
-use super::config::{WorkerConfig, ms};
-use super::outbox::Outbox;
+use super::config::{WorkerMachineConfig, ms};
+use super::output::MachineOutput;
 use super::timers::{Deadlines, Memory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::handshake::HandshakeOutcome;
@@ -25,34 +25,34 @@ use crate::wire::limits::MAX_HEARTBEAT_REQUESTS;
 use crate::wire::{AgentMetadata, EngineShape, PeerMessage, RankMetadata, Reader, Remote};
 
 /// Numbers a hold, load or release inside this machine.
-pub(super) type Ticket = u64;
+pub(super) type RequestNumber = u64;
 
 /// How many ranks of a session are connected to at a time, so that reading from the first ones does not wait for the others.
 /// With fewer, those of a distant host would wait for round trips; with sixteen of 64 the first bytes came half as late again.
 const MAX_CONNECTING: usize = 8;
 
-/// How many failed routes are remembered at most.
+/// How many failed addresses are remembered at most.
 const MAX_FAILED: usize = 1024;
 
-/// How many routes to one session are remembered at most, the latest ones.
-const MAX_ROUTES: usize = 16;
+/// How many addresses to one session are remembered at most, the latest ones.
+const MAX_ADDRESSES: usize = 16;
 
 /// Whom to handshake with, and where.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Route {
+struct ListenerAddress {
     engine: EngineId,
     host: String,
     port: u16,
 }
 
-impl Route {
+impl ListenerAddress {
     fn of(remote: &Remote) -> Self {
-        Route { engine: remote.engine.clone(), host: remote.host.clone(), port: remote.port }
+        ListenerAddress { engine: remote.engine.clone(), host: remote.host.clone(), port: remote.port }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum SessionState {
     Handshaking,
     Connecting,
     Ready,
@@ -60,45 +60,45 @@ pub(super) enum State {
 }
 
 #[derive(Debug)]
-pub(super) struct Session {
-    route: Route,
+pub(super) struct PeerSession {
+    address: ListenerAddress,
     /// When its handshake began.
     pub(super) begun: Time,
     /// The life that was asked for.
     wanted: Option<Incarnation>,
-    /// Whether its handshake was repeated over a new connection.
-    asked_anew: bool,
-    pub(super) state: State,
+    /// True if its handshake was repeated over a new connection.
+    retried: bool,
+    pub(super) state: SessionState,
     /// The life that answered.
     pub(super) incarnation: Option<Incarnation>,
     /// The shape of its engine.
     pub(super) shape: Option<EngineShape>,
-    /// What the listener told of the engine's life and ranks, by [`Sessions::hasher`].
-    told: Option<u64>,
-    /// The routes that are known to lead here.
-    routes: VecDeque<Route>,
+    /// A hash of the engine's life and ranks as the listener told them, by [`Sessions::hasher`].
+    metadata_hash: Option<u64>,
+    /// The addresses that are known to lead here.
+    addresses: VecDeque<ListenerAddress>,
     /// Its connections, by number, in the order of the ranks needed.
     pub(super) peers: Vec<u64>,
     /// How many of them are not made yet.
     unconnected: usize,
     /// Those among these whose turn has not come.
     queued: VecDeque<(PeerKey, AgentMetadata)>,
-    pub(super) users: BTreeSet<Ticket>,
+    pub(super) users: BTreeSet<RequestNumber>,
 }
 
-impl Session {
-    /// Whether a request may join it.
-    fn is_led_to(&self) -> bool {
-        !self.routes.is_empty()
+impl PeerSession {
+    /// True if a request may join it.
+    fn has_address(&self) -> bool {
+        !self.addresses.is_empty()
     }
 
     /// The host and port of the listener, for messages.
     pub(super) fn listener(&self) -> String {
-        format!("{} port {}", self.route.host, self.route.port)
+        format!("{} port {}", self.address.host, self.address.port)
     }
 
     /// Begins connecting to as many ranks as may be connected to at a time.
-    fn connect_more(&mut self, out: &mut Outbox) {
+    fn connect_more(&mut self, out: &mut MachineOutput) {
         while self.unconnected.saturating_sub(self.queued.len()) < MAX_CONNECTING {
             let Some((peer, metadata)) = self.queued.pop_front() else { return };
             out.push(Action::Connect { peer, metadata });
@@ -107,45 +107,45 @@ impl Session {
 }
 
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct ProducerPeer {
     pub(super) key: PeerKey,
     pub(super) plan: RankPlan,
     /// How many ranks of our engine the producer rank hears from about a request.
     pub(super) readers: u32,
     pub(super) session: SessionId,
     connected: bool,
-    beats: BTreeMap<Leased, Beat>,
+    heartbeats: BTreeMap<LeaseName, LeaseHeartbeat>,
 }
 
 /// A lease: the producer's request, and which of its grants; 0 where that is not known.
-pub(super) type Leased = (RequestId, u64);
+pub(super) type LeaseName = (RequestId, u64);
 
-impl Peer {
+impl ProducerPeer {
     pub(super) fn is_connected(&self) -> bool {
         self.connected
     }
 }
 
-/// A lease that is kept alive, for `users` of ours. By name: not every user of the lease wants it from every rank.
+/// A lease that is kept alive, for `users` of ours. By name: not every user of the lease needs it from every rank.
 #[derive(Debug)]
-struct Beat {
+struct LeaseHeartbeat {
     period: Duration,
-    users: BTreeSet<Ticket>,
+    users: BTreeSet<RequestNumber>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Timer {
+enum SessionTimer {
     /// A session must be ready.
     Session(SessionId),
     /// A session has had no user for long.
     Idle(SessionId),
     /// A peer's heartbeats are due.
-    Beat(u64),
+    Heartbeat(u64),
 }
 
-/// What became of a request for a session.
+/// The result of asking for a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Joined {
+pub(super) enum JoinResult {
     /// It can be used now.
     Ready(SessionId),
     /// It is being made.
@@ -154,7 +154,7 @@ pub(super) enum Joined {
     Refused,
 }
 
-/// What the ranks of our own engine hold. Not needed for an engine of one rank, nor where the producer is split as we
+/// The holdings of our own engine's ranks. Not needed for an engine of one rank, nor where the producer is split as we
 /// are: then each rank has its counterpart there.
 fn consumers(local: &RankMetadata, engine: &[Holding], outcome: &HandshakeOutcome) -> Result<Vec<Holding>> {
     let own = Holding::new(local.rank, &local.geometry);
@@ -178,7 +178,7 @@ fn consumers(local: &RankMetadata, engine: &[Holding], outcome: &HandshakeOutcom
     ))
 }
 
-fn heartbeat<'a>(leases: impl IntoIterator<Item = &'a Leased>, reader: &Reader) -> PeerMessage {
+fn heartbeat<'a>(leases: impl IntoIterator<Item = &'a LeaseName>, reader: &Reader) -> PeerMessage {
     let (requests, leases) = leases.into_iter().cloned().unzip();
     PeerMessage::Heartbeat { requests, leases, reader: Some(reader.clone()) }
 }
@@ -191,18 +191,18 @@ fn spread(engine: &EngineId) -> u64 {
 
 #[derive(Debug)]
 pub(super) struct Sessions {
-    sessions: BTreeMap<SessionId, Session>,
-    peers: HashMap<u64, Peer>,
+    sessions: BTreeMap<SessionId, PeerSession>,
+    peers: HashMap<u64, ProducerPeer>,
     /// Its keys are of this process, so that nobody outside can make metadata that passes for another's.
     hasher: RandomState,
-    /// The session, connecting or ready, that each route is known to lead to.
-    routes: HashMap<Route, SessionId>,
-    /// Who this rank is to producers.
+    /// The session, connecting or ready, that each address is known to lead to.
+    addresses: HashMap<ListenerAddress, SessionId>,
+    /// This rank as producers know it.
     reader: Reader,
     /// Handshakes under way.
-    pending: HashMap<(Route, Option<Incarnation>), SessionId>,
-    failed: Memory<Route, ()>,
-    deadlines: Deadlines<Timer>,
+    pending: HashMap<(ListenerAddress, Option<Incarnation>), SessionId>,
+    failed: Memory<ListenerAddress, ()>,
+    deadlines: Deadlines<SessionTimer>,
     next: u64,
     closed: bool,
     timeout: Duration,
@@ -210,12 +210,12 @@ pub(super) struct Sessions {
 }
 
 impl Sessions {
-    pub(super) fn new(config: &WorkerConfig) -> Self {
+    pub(super) fn new(config: &WorkerMachineConfig) -> Self {
         Sessions {
             sessions: BTreeMap::new(),
             peers: HashMap::new(),
             hasher: RandomState::new(),
-            routes: HashMap::new(),
+            addresses: HashMap::new(),
             reader: Reader { engine: config.engine.clone(), incarnation: config.incarnation, rank: config.rank },
             pending: HashMap::new(),
             failed: Memory::new(ms(config.handshake_backoff_ms), MAX_FAILED),
@@ -239,23 +239,23 @@ impl Sessions {
         &self.reader
     }
 
-    pub(super) fn get(&self, id: SessionId) -> Option<&Session> {
+    pub(super) fn get(&self, id: SessionId) -> Option<&PeerSession> {
         self.sessions.get(&id)
     }
 
     /// The session's peers that are there.
-    pub(super) fn peers_of(&self, id: SessionId) -> impl Iterator<Item = &Peer> {
+    pub(super) fn peers_of(&self, id: SessionId) -> impl Iterator<Item = &ProducerPeer> {
         self.sessions.get(&id).into_iter().flat_map(|session| &session.peers).filter_map(|c| self.peers.get(c))
     }
 
     /// A peer that is connected or being connected to.
-    pub(super) fn peer(&self, connection: u64) -> Option<&Peer> {
+    pub(super) fn peer(&self, connection: u64) -> Option<&ProducerPeer> {
         self.peers.get(&connection)
     }
 
     /// The connections of a session that are made, if it is being made or ready.
     pub(super) fn connected_of(&self, id: SessionId) -> Vec<u64> {
-        let usable = |session: &&Session| matches!(session.state, State::Connecting | State::Ready);
+        let usable = |session: &&PeerSession| matches!(session.state, SessionState::Connecting | SessionState::Ready);
         let all = self.sessions.get(&id).filter(usable).map(|session| &*session.peers).unwrap_or_default();
         all.iter().copied().filter(|c| self.peers.get(c).is_some_and(|peer| peer.connected)).collect()
     }
@@ -264,60 +264,60 @@ impl Sessions {
         self.peers.get(&key.connection).filter(|peer| peer.key == *key).map(|peer| peer.session)
     }
 
-    /// Finds or starts a session for `remote` and makes `ticket` its user. `insist`: also right after a failure.
+    /// Finds or starts a session for `remote` and makes `number` its user. `insist`: also right after a failure.
     pub(super) fn join(
         &mut self,
         now: Time,
-        ticket: Ticket,
+        number: RequestNumber,
         remote: &Remote,
         insist: bool,
-        out: &mut Outbox,
-    ) -> Joined {
-        let route = Route::of(remote);
+        out: &mut MachineOutput,
+    ) -> JoinResult {
+        let address = ListenerAddress::of(remote);
         // Only what a listener has said itself is believed of it: another one may tell the same life with agents of its own.
-        if let Some(id) = self.routes.get(&route)
+        if let Some(id) = self.addresses.get(&address)
             && let Some(session) = self.sessions.get_mut(id)
             && (remote.incarnation.is_none() || remote.incarnation == session.incarnation)
         {
-            session.users.insert(ticket);
-            self.deadlines.cancel(&Timer::Idle(*id));
+            session.users.insert(number);
+            self.deadlines.cancel(&SessionTimer::Idle(*id));
             return match session.state {
-                State::Ready => Joined::Ready(*id),
-                _ => Joined::Waiting(*id),
+                SessionState::Ready => JoinResult::Ready(*id),
+                _ => JoinResult::Waiting(*id),
             };
         }
-        let key = (route.clone(), remote.incarnation);
+        let key = (address.clone(), remote.incarnation);
         if let Some(id) = self.pending.get(&key)
             && let Some(session) = self.sessions.get_mut(id)
         {
-            session.users.insert(ticket);
-            return Joined::Waiting(*id);
+            session.users.insert(number);
+            return JoinResult::Waiting(*id);
         }
-        if self.closed || (!insist && self.failed.get(&route).is_some()) {
-            return Joined::Refused;
+        if self.closed || (!insist && self.failed.get(&address).is_some()) {
+            return JoinResult::Refused;
         }
         self.next += 1;
         let id = SessionId(self.next);
         self.sessions.insert(
             id,
-            Session {
-                route,
+            PeerSession {
+                address,
                 begun: now,
                 wanted: remote.incarnation,
-                asked_anew: false,
-                state: State::Handshaking,
+                retried: false,
+                state: SessionState::Handshaking,
                 incarnation: None,
                 shape: None,
-                told: None,
-                routes: VecDeque::new(),
+                metadata_hash: None,
+                addresses: VecDeque::new(),
                 peers: Vec::new(),
                 unconnected: 0,
                 queued: VecDeque::new(),
-                users: BTreeSet::from([ticket]),
+                users: BTreeSet::from([number]),
             },
         );
         self.pending.insert(key, id);
-        self.deadlines.set(Timer::Session(id), now + self.timeout);
+        self.deadlines.set(SessionTimer::Session(id), now + self.timeout);
         out.push(Action::Handshake {
             session: id,
             engine: remote.engine.clone(),
@@ -325,65 +325,65 @@ impl Sessions {
             port: remote.port,
             anew: false,
         });
-        Joined::Waiting(id)
+        JoinResult::Waiting(id)
     }
 
     /// Asks once more where another life of the engine has answered: the connection may lead to an engine that is being
     /// replaced, while the host's name leads to its successor already. False if that was done before.
-    pub(super) fn ask_anew(&mut self, id: SessionId, out: &mut Outbox) -> bool {
-        let Some(session) = self.sessions.get_mut(&id).filter(|session| !session.asked_anew) else { return false };
-        session.asked_anew = true;
-        let Route { engine, host, port } = session.route.clone();
+    pub(super) fn retry_handshake(&mut self, id: SessionId, out: &mut MachineOutput) -> bool {
+        let Some(session) = self.sessions.get_mut(&id).filter(|session| !session.retried) else { return false };
+        session.retried = true;
+        let ListenerAddress { engine, host, port } = session.address.clone();
         out.push(Action::Handshake { session: id, engine, host, port, anew: true });
         true
     }
 
     /// The engine that is expected to answer a handshake, and its life if that is known; nothing if no answer is awaited.
     pub(super) fn awaited(&self, id: SessionId) -> Option<(EngineId, Option<Incarnation>)> {
-        let session = self.sessions.get(&id).filter(|session| session.state == State::Handshaking)?;
-        Some((session.route.engine.clone(), session.wanted))
+        let session = self.sessions.get(&id).filter(|session| session.state == SessionState::Handshaking)?;
+        Some((session.address.engine.clone(), session.wanted))
     }
 
-    /// Whether a handshake found only what another session is connected (or connecting) to. Its route leads there then.
-    pub(super) fn has_twin(&mut self, id: SessionId, outcome: &HandshakeOutcome, out: &mut Outbox) -> bool {
-        let told = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
-        let twin = self.sessions.iter().find(|(_, other)| other.is_led_to() && other.told == told);
+    /// True if a handshake found only what another session is connected (or connecting) to. Its address leads there then.
+    pub(super) fn has_twin(&mut self, id: SessionId, outcome: &HandshakeOutcome, out: &mut MachineOutput) -> bool {
+        let hash = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
+        let twin = self.sessions.iter().find(|(_, other)| other.has_address() && other.metadata_hash == hash);
         let Some(twin) = twin.map(|(twin, _)| *twin) else { return false };
-        if let Some(route) = self.sessions.get(&id).map(|session| session.route.clone()) {
-            self.lead(route, twin, out);
+        if let Some(address) = self.sessions.get(&id).map(|session| session.address.clone()) {
+            self.set_address(address, twin, out);
         }
         true
     }
 
-    /// From now on `route` leads to session `id`, and not where it led before.
-    fn lead(&mut self, route: Route, id: SessionId, out: &mut Outbox) {
-        if self.routes.get(&route) == Some(&id) {
+    /// From now on `address` leads to session `id`, and not where it led before.
+    fn set_address(&mut self, address: ListenerAddress, id: SessionId, out: &mut MachineOutput) {
+        if self.addresses.get(&address) == Some(&id) {
             return;
         }
-        if let Some(former) = self.routes.insert(route.clone(), id)
+        if let Some(former) = self.addresses.insert(address.clone(), id)
             && let Some(session) = self.sessions.get_mut(&former)
         {
-            session.routes.retain(|known| *known != route);
-            if !session.is_led_to() {
+            session.addresses.retain(|known| *known != address);
+            if !session.has_address() {
                 self.drop_if_unused(former, out);
             }
         }
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.routes.push_back(route);
-        if session.routes.len() > MAX_ROUTES
-            && let Some(oldest) = session.routes.pop_front()
+        session.addresses.push_back(address);
+        if session.addresses.len() > MAX_ADDRESSES
+            && let Some(oldest) = session.addresses.pop_front()
         {
-            self.routes.remove(&oldest);
+            self.addresses.remove(&oldest);
         }
     }
 
     /// The session is not to be joined any more.
     fn retire(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        for route in session.routes.drain(..) {
-            self.routes.remove(&route);
+        for address in session.addresses.drain(..) {
+            self.addresses.remove(&address);
         }
-        let pending = (session.route.clone(), session.wanted);
+        let pending = (session.address.clone(), session.wanted);
         if self.pending.get(&pending) == Some(&id) {
             self.pending.remove(&pending);
         }
@@ -397,7 +397,7 @@ impl Sessions {
         local: &RankMetadata,
         engine: &[Holding],
         outcome: &HandshakeOutcome,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) -> Result<()> {
         let producers: Vec<Holding> =
             outcome.ranks.iter().map(|remote| Holding::new(remote.rank, &remote.geometry)).collect();
@@ -412,10 +412,10 @@ impl Sessions {
             plans.push((remote, this.plan(remote, &share.cells)?, share.readers));
         }
         let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
-        session.state = State::Connecting;
+        session.state = SessionState::Connecting;
         session.incarnation = Some(outcome.incarnation);
         session.shape = Some(outcome.shape);
-        session.told = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
+        session.metadata_hash = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
         for (remote, plan, readers) in plans {
             self.next += 1;
             let connection = self.next;
@@ -428,42 +428,42 @@ impl Sessions {
             session.peers.push(connection);
             session.unconnected += 1;
             session.queued.push_back((key.clone(), remote.agent.clone()));
-            let peer = Peer { key, plan, readers, session: id, connected: false, beats: BTreeMap::new() };
+            let peer = ProducerPeer { key, plan, readers, session: id, connected: false, heartbeats: BTreeMap::new() };
             self.peers.insert(connection, peer);
         }
         session.connect_more(out);
-        let route = session.route.clone();
-        self.pending.remove(&(route.clone(), session.wanted));
-        self.lead(route, id, out);
+        let address = session.address.clone();
+        self.pending.remove(&(address.clone(), session.wanted));
+        self.set_address(address, id, out);
         Ok(())
     }
 
     /// Takes note of a connection; gives its session if that is in use, and whether it became ready by this.
-    pub(super) fn connected(&mut self, key: &PeerKey, out: &mut Outbox) -> Option<(SessionId, bool)> {
+    pub(super) fn connected(&mut self, key: &PeerKey, out: &mut MachineOutput) -> Option<(SessionId, bool)> {
         let peer = self.peers.get_mut(&key.connection).filter(|peer| peer.key == *key && !peer.connected)?;
         peer.connected = true;
         let id = peer.session;
-        let session = self.sessions.get_mut(&id).filter(|session| session.state == State::Connecting)?;
+        let session = self.sessions.get_mut(&id).filter(|session| session.state == SessionState::Connecting)?;
         session.unconnected = session.unconnected.saturating_sub(1);
         session.connect_more(out);
         let ready = session.unconnected == 0;
         if ready {
-            session.state = State::Ready;
-            self.deadlines.cancel(&Timer::Session(id));
+            session.state = SessionState::Ready;
+            self.deadlines.cancel(&SessionTimer::Session(id));
         }
         Some((id, ready))
     }
 
     /// Takes a session out of use. Its users stay until they leave; without any it goes at once. `remember`: it failed
     /// before it was of use.
-    pub(super) fn break_off(&mut self, now: Time, id: SessionId, remember: bool, out: &mut Outbox) {
+    pub(super) fn break_off(&mut self, now: Time, id: SessionId, remember: bool, out: &mut MachineOutput) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.state = State::Broken;
-        let route = session.route.clone();
+        session.state = SessionState::Broken;
+        let address = session.address.clone();
         self.retire(id);
-        self.deadlines.cancel(&Timer::Session(id));
+        self.deadlines.cancel(&SessionTimer::Session(id));
         if remember {
-            self.failed.insert(now, route, ());
+            self.failed.insert(now, address, ());
         }
         self.drop_if_unused(id, out);
     }
@@ -471,47 +471,47 @@ impl Sessions {
     /// Forgets a peer whose connection is gone.
     pub(super) fn forget_peer(&mut self, key: &PeerKey) {
         self.peers.remove(&key.connection);
-        self.deadlines.cancel(&Timer::Beat(key.connection));
+        self.deadlines.cancel(&SessionTimer::Heartbeat(key.connection));
     }
 
-    /// `ticket` no longer uses the session.
-    pub(super) fn leave(&mut self, now: Time, id: SessionId, ticket: Ticket, out: &mut Outbox) {
+    /// `number` no longer uses the session.
+    pub(super) fn leave(&mut self, now: Time, id: SessionId, number: RequestNumber, out: &mut MachineOutput) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.users.remove(&ticket);
+        session.users.remove(&number);
         if !session.users.is_empty() {
             return;
         }
-        if session.is_led_to() && !self.closed {
-            self.deadlines.set(Timer::Idle(id), now + self.ttl);
+        if session.has_address() && !self.closed {
+            self.deadlines.set(SessionTimer::Idle(id), now + self.ttl);
         } else {
             self.drop_if_unused(id, out);
         }
     }
 
     /// Keeps the lease alive for `user` on the connected ones of these peers, from this moment on.
-    pub(super) fn beat(
+    pub(super) fn start_heartbeats(
         &mut self,
         now: Time,
         connections: &[u64],
-        user: Ticket,
-        lease: &Leased,
+        user: RequestNumber,
+        lease: &LeaseName,
         period: Duration,
-        out: &mut Outbox,
+        out: &mut MachineOutput,
     ) {
         for connection in connections {
             let Some(peer) = self.peers.get_mut(connection).filter(|peer| peer.connected) else { continue };
-            match peer.beats.get_mut(lease) {
-                Some(beat) => {
-                    beat.users.insert(user);
-                    beat.period = beat.period.min(period);
+            match peer.heartbeats.get_mut(lease) {
+                Some(heartbeat) => {
+                    heartbeat.users.insert(user);
+                    heartbeat.period = heartbeat.period.min(period);
                 }
                 None => {
-                    peer.beats.insert(lease.clone(), Beat { period, users: BTreeSet::from([user]) });
+                    peer.heartbeats.insert(lease.clone(), LeaseHeartbeat { period, users: BTreeSet::from([user]) });
                     let message = heartbeat([lease], &self.reader);
                     out.send(PeerRef::Outbound(peer.key.clone()), message);
                 }
             }
-            let timer = Timer::Beat(*connection);
+            let timer = SessionTimer::Heartbeat(*connection);
             let due = now + period;
             if self.deadlines.get(&timer).is_none_or(|set| due < set) {
                 self.deadlines.set(timer, due);
@@ -520,34 +520,34 @@ impl Sessions {
     }
 
     /// `user` no longer needs the lease.
-    pub(super) fn stop_beat(&mut self, id: SessionId, user: Ticket, lease: &Leased) {
+    pub(super) fn stop_heartbeats(&mut self, id: SessionId, user: RequestNumber, lease: &LeaseName) {
         let Some(session) = self.sessions.get(&id) else { return };
         for connection in &session.peers {
             let Some(peer) = self.peers.get_mut(connection) else { continue };
-            let Some(beat) = peer.beats.get_mut(lease) else { continue };
-            beat.users.remove(&user);
-            if !beat.users.is_empty() {
+            let Some(heartbeat) = peer.heartbeats.get_mut(lease) else { continue };
+            heartbeat.users.remove(&user);
+            if !heartbeat.users.is_empty() {
                 continue;
             }
-            peer.beats.remove(lease);
-            if peer.beats.is_empty() {
-                self.deadlines.cancel(&Timer::Beat(*connection));
+            peer.heartbeats.remove(lease);
+            if peer.heartbeats.is_empty() {
+                self.deadlines.cancel(&SessionTimer::Heartbeat(*connection));
             }
         }
     }
 
     /// Sends what is due and forgets what is unused; gives a session that was not ready in time.
-    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) -> Option<SessionId> {
+    pub(super) fn advance(&mut self, now: Time, out: &mut MachineOutput) -> Option<SessionId> {
         self.failed.advance(now);
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
-                Timer::Session(id) => return Some(id),
-                Timer::Idle(id) => {
+                SessionTimer::Session(id) => return Some(id),
+                SessionTimer::Idle(id) => {
                     if self.sessions.get(&id).is_some_and(|session| session.users.is_empty()) {
                         self.break_off(now, id, false, out);
                     }
                 }
-                Timer::Beat(connection) => self.send_beats(now, connection, out),
+                SessionTimer::Heartbeat(connection) => self.send_heartbeats(now, connection, out),
             }
         }
         None
@@ -558,7 +558,7 @@ impl Sessions {
     }
 
     /// Sessions that nobody uses go now, the others when their users leave; no new one is made.
-    pub(super) fn close(&mut self, out: &mut Outbox) {
+    pub(super) fn close(&mut self, out: &mut MachineOutput) {
         self.closed = true;
         let ids: Vec<SessionId> = self.sessions.keys().copied().collect();
         for id in ids {
@@ -566,27 +566,27 @@ impl Sessions {
         }
     }
 
-    fn send_beats(&mut self, now: Time, connection: u64, out: &mut Outbox) {
+    fn send_heartbeats(&mut self, now: Time, connection: u64, out: &mut MachineOutput) {
         let Some(peer) = self.peers.get(&connection) else { return };
-        let Some(period) = peer.beats.values().map(|beat| beat.period).min() else { return };
-        let leases: Vec<&Leased> = peer.beats.keys().collect();
+        let Some(period) = peer.heartbeats.values().map(|heartbeat| heartbeat.period).min() else { return };
+        let leases: Vec<&LeaseName> = peer.heartbeats.keys().collect();
         for batch in leases.chunks(MAX_HEARTBEAT_REQUESTS) {
             let message = heartbeat(batch.iter().copied(), &self.reader);
             out.send(PeerRef::Outbound(peer.key.clone()), message);
         }
-        self.deadlines.set(Timer::Beat(connection), now + period);
+        self.deadlines.set(SessionTimer::Heartbeat(connection), now + period);
     }
 
-    fn drop_if_unused(&mut self, id: SessionId, out: &mut Outbox) {
+    fn drop_if_unused(&mut self, id: SessionId, out: &mut MachineOutput) {
         if self.sessions.get(&id).is_none_or(|session| !session.users.is_empty()) {
             return;
         }
         self.retire(id);
         let Some(session) = self.sessions.remove(&id) else { return };
-        self.deadlines.cancel(&Timer::Session(id));
-        self.deadlines.cancel(&Timer::Idle(id));
+        self.deadlines.cancel(&SessionTimer::Session(id));
+        self.deadlines.cancel(&SessionTimer::Idle(id));
         for connection in session.peers {
-            self.deadlines.cancel(&Timer::Beat(connection));
+            self.deadlines.cancel(&SessionTimer::Heartbeat(connection));
             let queued = session.queued.iter().any(|(key, _)| key.connection == connection);
             if let (Some(peer), false) = (self.peers.remove(&connection), queued) {
                 out.push(Action::Disconnect { peer: peer.key });

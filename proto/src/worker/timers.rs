@@ -13,11 +13,11 @@ use crate::time::Time;
 #[derive(Debug)]
 pub(super) struct Deadlines<K> {
     heap: BinaryHeap<Reverse<(Time, K)>>,
-    live: HashMap<K, Slot>,
+    live: HashMap<K, QueuedDeadline>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Slot {
+struct QueuedDeadline {
     due: Time,
     /// The time of this key's entry in the heap, never after `due`.
     queued: Time,
@@ -36,7 +36,7 @@ impl<K: Ord + Hash + Clone> Deadlines<K> {
             slot.due = due;
             return;
         }
-        self.live.insert(key.clone(), Slot { due, queued: due });
+        self.live.insert(key.clone(), QueuedDeadline { due, queued: due });
         self.heap.push(Reverse((due, key)));
         // Stale entries must not outgrow the live ones when deadlines are set and cancelled in quick succession.
         if self.heap.len() > 64 + 2 * self.live.len() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvferry_proto::geometry::GroupKind;
-use kvferry_proto::handshake::{HandshakeFailure, HandshakeOutcome, Session};
+use kvferry_proto::handshake::{HandshakeCheck, HandshakeFailure, HandshakeOutcome};
 use kvferry_proto::wire::{
     self, Cause, CompatField, HandshakeReply, Message, RankBlob, RankMetadata, RefusalCode, kind,
 };
@@ -27,7 +27,7 @@ fn judged_by(
     let blob = |rank| RankBlob { rank, metadata: ByteBuf::from(changed("p", rank, remote).to_bytes().unwrap()) };
     let ranks = shape.rank_ids().map(blob).collect();
     let reply = HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape, ranks };
-    Session::new(Arc::new(here), 42, engine("p"), Some(LIFE)).judge(reply)
+    HandshakeCheck::new(Arc::new(here), 42, engine("p"), Some(LIFE)).judge(reply)
 }
 
 fn judged(change: &dyn Fn(&mut RankMetadata)) -> Result<HandshakeOutcome, HandshakeFailure> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use kvferry_proto::ErrorKind;
 use kvferry_proto::geometry::{Area, Geometry, Group, GroupKind};
-use kvferry_proto::handshake::{Directory, HandshakeFailure, HandshakeOutcome, Pushes, Session};
+use kvferry_proto::handshake::{Directory, HandshakeCheck, HandshakeFailure, HandshakeOutcome, Pushes};
 use kvferry_proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
 use kvferry_proto::wire::{
     self, AgentMetadata, Cause, CompatField, EngineShape, HandshakeReply, HandshakeRequest, MemoryKind, Message,
@@ -91,7 +91,7 @@ fn query(ranks: &[RankId]) -> Vec<u8> {
 /// What rank (1, 0) of engine `d` makes of a reply of `p`.
 fn judge(reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
     let local = Arc::new(metadata("d", RankId { pp: 1, tp: 0 }));
-    Session::new(local, 42, engine("p"), Some(LIFE)).judge(reply)
+    HandshakeCheck::new(local, 42, engine("p"), Some(LIFE)).judge(reply)
 }
 
 fn ask(directory: &mut Directory) -> Result<HandshakeOutcome, HandshakeFailure> {
@@ -192,8 +192,8 @@ fn who_awaits_prefills_is_refused_or_told_and_needs_no_ranks() {
     assert_eq!(told(&empty.answer(&question)), (0, 0));
     assert_eq!((empty.answer_to(b"x", &question), empty.poll_answer()), (None, None));
     empty.prefill_gone(name("a".into()));
-    let (asker, reply) = empty.poll_answer().unwrap();
-    assert_eq!((asker, told(&reply)), (b"x".to_vec(), (0, 1)));
+    let (client, reply) = empty.poll_answer().unwrap();
+    assert_eq!((client, told(&reply)), (b"x".to_vec(), (0, 1)));
     assert_eq!(told(&empty.answer(&question)), (0, 1));
 }
 

@@ -69,7 +69,7 @@ fn what_is_written_is_read_while_the_rest_is_computed() {
 }
 
 #[test]
-fn what_is_read_at_once_holds_a_portion_back_and_the_oldest_load_goes_on_first() {
+fn what_is_read_at_once_holds_a_chunk_back_and_the_oldest_load_goes_on_first() {
     let mut sim = Sim::new();
     let loads = [sim.announce(6), sim.announce(6)];
     loads.iter().for_each(|&i| sim.allocate(i, 0));
@@ -80,7 +80,7 @@ fn what_is_read_at_once_holds_a_portion_back_and_the_oldest_load_goes_on_first()
     sim.proceed(loads[1], 1);
     sim.proceed(loads[0], 1);
     sim.run(ms(45));
-    assert_eq!(sim.read(), 1, "one portion is under way at a time");
+    assert_eq!(sim.read(), 1, "one chunk is under way at a time");
     sim.run(ms(50));
     assert_eq!((sim.read(), sim.read_of(loads[0])), (2, 1));
     sim.run(ms(50));
@@ -97,7 +97,7 @@ fn of_many_prompts_those_that_are_computed_first_arrive_first() {
     let loads: Vec<usize> = (0..64).map(|_| sim.announce(4)).collect();
     loads.iter().for_each(|&i| sim.allocate(i, 0));
     sim.run(ms(100));
-    // A link that is slower than the prefills: portions wait for it.
+    // A link that is slower than the prefills: chunks wait for it.
     sim.transfer_time = ms(50);
     let (mut done, mut most) = (Vec::new(), 0);
     let mut look = |sim: &mut Sim, span: u64| {
@@ -118,7 +118,7 @@ fn of_many_prompts_those_that_are_computed_first_arrive_first() {
     }
     look(&mut sim, 500);
     assert_eq!(done, loads, "in the order in which they are needed");
-    assert!(most <= 3, "{most} reads share the link: a portion, and what is left of prompts that are over");
+    assert!(most <= 3, "{most} reads share the link: a chunk, and what is left of prompts that are over");
     assert!(loads.iter().all(|&i| sim.outcome(i) == Some(Ok(()))));
     sim.settle();
 }
@@ -148,7 +148,7 @@ fn blocks_that_were_given_away_under_a_prefill_are_read_anew() {
 }
 
 #[test]
-fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
+fn a_chunk_that_is_not_what_the_producer_had_is_read_again() {
     // P gives the blocks away under the read, and D hears of that late.
     let (mut sim, i) = awaiting();
     sim.verify = true;
@@ -161,12 +161,12 @@ fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
     sim.transfer_time = ms(1);
     sim.proceed(i, 5);
     sim.run(ms(100));
-    assert_eq!(sim.posted(), 2, "portions are read again after the new start, once each");
+    assert_eq!(sim.posted(), 2, "chunks are read again after the new start, once each");
     sim.complete(i, false);
     sim.run(ms(100));
     assert_eq!(sim.outcome(i), Some(Ok(())), "every byte is compared");
     sim.settle();
-    // P writes on, and is done before or after the portion is over.
+    // P writes on, and is done before or after the chunk is over.
     for early in [true, false] {
         let (mut sim, i) = awaiting();
         sim.verify = true;
@@ -218,7 +218,7 @@ fn a_read_of_blocks_that_were_given_away_has_its_time_and_no_more() {
 }
 
 #[test]
-fn a_prefill_that_is_aborted_under_its_portions_fails_the_load() {
+fn a_prefill_that_is_aborted_under_its_chunks_fails_the_load() {
     let (mut sim, i) = awaiting();
     sim.proceed(i, 4);
     sim.run(ms(3));
@@ -229,7 +229,7 @@ fn a_prefill_that_is_aborted_under_its_portions_fails_the_load() {
 }
 
 #[test]
-fn a_load_that_is_aborted_under_a_portion_waits_for_it() {
+fn a_load_that_is_aborted_under_a_chunk_waits_for_it() {
     let (mut sim, i) = awaiting();
     sim.transfer_time = ms(1_000);
     sim.proceed(i, 4);

@@ -30,7 +30,7 @@ pub fn settings() -> WorkerSettings {
         tombstone_ms: 120_000,
         hold_timeout_ms: 3_600_000,
         await_timeout_ms: 600_000,
-        portion_tokens: 256,
+        chunk_tokens: 256,
         peer_ttl_ms: 600_000,
     }
 }

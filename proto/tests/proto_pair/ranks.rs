@@ -10,7 +10,7 @@ use kvferry_proto::time::Time;
 use kvferry_proto::wire::{
     Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, RankMetadata, Release, Remote, StepMetadata,
 };
-use kvferry_proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker};
+use kvferry_proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, WorkerMachine};
 use proptest::prelude::*;
 
 use crate::rank::*;
@@ -32,8 +32,8 @@ type Queue = (bool, usize, u64);
 
 struct Ranks {
     now: Time,
-    p: Vec<Worker>,
-    d: Vec<Worker>,
+    p: Vec<WorkerMachine>,
+    d: Vec<WorkerMachine>,
     /// The producer's ranks, as its listener tells them.
     theirs: Vec<RankMetadata>,
     queues: BTreeMap<Queue, VecDeque<Event>>,
@@ -59,10 +59,10 @@ fn metadata_of(name: &str, agents: u64, tp: u32) -> Vec<RankMetadata> {
     (0..tp).map(rank).collect()
 }
 
-fn worker(metadata: &RankMetadata) -> Worker {
+fn worker(metadata: &RankMetadata) -> WorkerMachine {
     let mut config = worker_config(metadata.engine.as_str(), metadata.agent.incarnation.0);
     (config.rank, config.shape) = (metadata.rank, metadata.shape);
-    let mut worker = Worker::new(config).unwrap();
+    let mut worker = WorkerMachine::new(config).unwrap();
     worker.set_local(Arc::new(metadata.clone()));
     worker
 }

@@ -8,17 +8,18 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_proto::handshake::{Directory, HandshakeFailure, PrefillNews, Pushes};
+use kvferry_proto::handshake::{Directory, HandshakeFailure, PrefillProgress, Pushes};
 use kvferry_proto::ids::{Incarnation, RequestId};
 use kvferry_proto::plan::CopyPlan;
-use kvferry_proto::scheduler::{FinishOutcome, Notice, Scheduler, SchedulerConfig};
+use kvferry_proto::scheduler::{FinishOutcome, PrefillNotice, SchedulerMachine, SchedulerMachineConfig};
 use kvferry_proto::time::Time;
 use kvferry_proto::wire::{
     Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, StepMetadata, TransferParams, Verdict,
     WorkerReport,
 };
 use kvferry_proto::worker::{
-    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig, WorkerSettings,
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, WorkerMachine, WorkerMachineConfig,
+    WorkerSettings,
 };
 
 use super::rank::*;
@@ -27,7 +28,7 @@ use super::rank::*;
 #[path = "sim/events.rs"]
 mod events;
 
-fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+fn take_step(scheduler: &mut SchedulerMachine) -> StepMetadata {
     StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
 }
 
@@ -37,7 +38,7 @@ pub fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
+pub fn worker_config(name: &str, agent: u64) -> WorkerMachineConfig {
     let settings = WorkerSettings {
         handshake_timeout_ms: 3_000,
         transfer_timeout_ms: 5_000,
@@ -47,19 +48,19 @@ pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
         hold_timeout_ms: 20_000,
         await_timeout_ms: 20_000,
         peer_ttl_ms: 8_000,
-        portion_tokens: u64::from(BLOCK_TOKENS),
+        chunk_tokens: u64::from(BLOCK_TOKENS),
         ..settings()
     };
-    let base = WorkerConfig::new(engine(name), RANK, SHAPE, Incarnation(agent), settings);
-    WorkerConfig { handshake_backoff_ms: 100, shared_grace_ms: 2_000, ..base }
+    let base = WorkerMachineConfig::new(engine(name), RANK, SHAPE, Incarnation(agent), settings);
+    WorkerMachineConfig { handshake_backoff_ms: 100, shared_grace_ms: 2_000, ..base }
 }
 
-fn scheduler(name: &str, incarnation: u64) -> Scheduler {
-    let config = SchedulerConfig {
+fn scheduler(name: &str, incarnation: u64) -> SchedulerMachine {
+    let config = SchedulerMachineConfig {
         lease_ms: LEASE_MS,
-        ..SchedulerConfig::new(engine(name), Incarnation(incarnation), groups())
+        ..SchedulerMachineConfig::new(engine(name), Incarnation(incarnation), groups())
     };
-    let mut s = Scheduler::new(config).unwrap();
+    let mut s = SchedulerMachine::new(config).unwrap();
     s.set_address("10.0.0.1", 5680);
     s
 }
@@ -72,7 +73,7 @@ enum Event {
     Handshake(SessionId),
     /// A question reaches P's listener.
     Asked(AwaitId, RequestId, u64),
-    Prefilled(AwaitId, Result<PrefillNews, (Cause, String)>),
+    Prefilled(AwaitId, Result<PrefillProgress, (Cause, String)>),
     Connected(PeerKey),
     Lost(PeerKey),
     Transfer(TransferToken),
@@ -131,8 +132,8 @@ pub struct DRequest {
 /// One life of the producer engine.
 struct Producer {
     life: u64,
-    worker: Worker,
-    scheduler: Scheduler,
+    worker: WorkerMachine,
+    scheduler: SchedulerMachine,
     directory: Directory,
     memory: Memory,
     free: Vec<u32>,
@@ -147,8 +148,8 @@ pub struct Sim {
     events: BTreeMap<(Time, u64), Event>,
     order: u64,
     p: Producer,
-    pub d: Worker,
-    d_scheduler: Scheduler,
+    pub d: WorkerMachine,
+    d_scheduler: SchedulerMachine,
     d_memory: Memory,
     d_free: Vec<u32>,
     d_last_step: Time,
@@ -179,7 +180,7 @@ pub struct Sim {
 }
 
 fn producer(life: u64) -> Producer {
-    let mut worker = Worker::new(worker_config("p", 1_000 + life)).unwrap();
+    let mut worker = WorkerMachine::new(worker_config("p", 1_000 + life)).unwrap();
     let meta = metadata(engine("p"), 1_000 + life, 16);
     worker.set_local(Arc::new(meta.clone()));
     let mut directory = Directory::new(engine("p"), Incarnation(life), SHAPE, Pushes::Refused).unwrap();
@@ -199,7 +200,7 @@ fn producer(life: u64) -> Producer {
 
 impl Sim {
     pub fn new() -> Sim {
-        let mut d = Worker::new(worker_config("d", 77)).unwrap();
+        let mut d = WorkerMachine::new(worker_config("d", 77)).unwrap();
         d.set_local(Arc::new(metadata(engine("d"), 77, 8)));
         Sim {
             now: Time(1_000_000),
@@ -400,14 +401,14 @@ impl Sim {
     fn p_tell(&mut self) {
         while let Some(notice) = self.p.scheduler.poll_notice() {
             match notice {
-                Notice::Ready(prefill) => self.p.directory.prefilled(prefill),
-                Notice::Progressed(prefill) => self.p.directory.prefill_progressed(prefill),
-                Notice::Withdrawn(request) => self.p.directory.prefill_withdrawn(&request),
-                Notice::Gone(request) => self.p.directory.prefill_gone(request),
+                PrefillNotice::Ready(prefill) => self.p.directory.prefilled(prefill),
+                PrefillNotice::Written(prefill) => self.p.directory.prefill_progressed(prefill),
+                PrefillNotice::Retracted(request) => self.p.directory.prefill_retracted(&request),
+                PrefillNotice::Gone(request) => self.p.directory.prefill_gone(request),
             }
         }
-        while let Some((asker, reply)) = self.p.directory.poll_answer() {
-            let number = u64::from_le_bytes(asker.try_into().unwrap());
+        while let Some((client, reply)) = self.p.directory.poll_answer() {
+            let number = u64::from_le_bytes(client.try_into().unwrap());
             self.told(AwaitId(number), &reply);
         }
     }
@@ -419,8 +420,8 @@ impl Sim {
             panic!("not an answer to who awaits a prefill")
         };
         let result = match (ready.pop(), partial.pop(), gone.len()) {
-            (Some(prefill), None, 0) => Ok(PrefillNews { incarnation, prefill, over: true }),
-            (None, Some(prefill), 0) => Ok(PrefillNews { incarnation, prefill, over: false }),
+            (Some(prefill), None, 0) => Ok(PrefillProgress { incarnation, prefill, over: true }),
+            (None, Some(prefill), 0) => Ok(PrefillProgress { incarnation, prefill, over: false }),
             (None, None, 1) => Err((Cause::LeaseExpired, "nothing is kept".into())),
             other => panic!("one prefill was asked for: {other:?}"),
         };

@@ -4,14 +4,16 @@
 
 mod refusals;
 mod reports;
+mod running;
 mod turns;
-mod under_way;
 
 use kvferry_proto::ErrorKind;
-use kvferry_proto::aggregate::{Direction, Outcome};
+use kvferry_proto::aggregate::{Outcome, RequestSide};
 use kvferry_proto::geometry::{Group, GroupKind};
 use kvferry_proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use kvferry_proto::scheduler::{AllowedHosts, FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
+use kvferry_proto::scheduler::{
+    AllowedHosts, FinishOutcome, PrefillNotice, PrefixMatch, SchedulerMachine, SchedulerMachineConfig,
+};
 use kvferry_proto::stats::Stats;
 use kvferry_proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry_proto::wire::{
@@ -27,21 +29,21 @@ fn ids(names: &[&str]) -> Vec<RequestId> {
 }
 
 /// A full group of 4 tokens a block, and a window of 6 tokens: at most 3 blocks.
-fn config() -> SchedulerConfig {
-    SchedulerConfig::new(
+fn config() -> SchedulerMachineConfig {
+    SchedulerMachineConfig::new(
         EngineId::new("p").unwrap(),
         Incarnation(0xABC),
         vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::SlidingWindow { window: 6 }, 4)],
     )
 }
 
-fn scheduler() -> Scheduler {
-    let mut s = Scheduler::new(config()).unwrap();
+fn scheduler() -> SchedulerMachine {
+    let mut s = SchedulerMachine::new(config()).unwrap();
     s.set_address("10.1.2.3", 5680);
     s
 }
 
-fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+fn take_step(scheduler: &mut SchedulerMachine) -> StepMetadata {
     StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
 }
 
@@ -173,7 +175,7 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
     assert_eq!(s.poll_notice(), None, "workers use the engine's own names");
     s.on_report(&granted(&["p-1"])).unwrap();
     s.on_report(&granted(&["p-1"])).unwrap();
-    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Ready(prefill)), None));
+    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(PrefillNotice::Ready(prefill)), None));
     // The name is taken, whoever has it.
     for taken in [named("x-1"), TransferParams { transfer_id: None, ..asked() }] {
         let request = if taken.transfer_id.is_some() { "p-2" } else { "x-1" };
@@ -185,7 +187,7 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
     assert_eq!((step.grants[0].request.as_str(), step.grants[0].name.clone()), ("p-1", Some(id("x-1"))));
     assert_eq!((step.grants.len(), step.dropped.len(), s.poll_notice()), (1, 0, None));
     s.on_report(&over(&[], &["p-1"])).unwrap();
-    assert_eq!((s.poll_notice(), s.poll_notice(), s.sending()), (Some(Notice::Gone(id("x-1"))), None, 0));
+    assert_eq!((s.poll_notice(), s.poll_notice(), s.sending()), (Some(PrefillNotice::Gone(id("x-1"))), None, 0));
     // Without a hand-over: aborted, nothing computed, and a number of lists that is wrong.
     for (outcome, blocks, dropped) in [
         (FinishOutcome::Aborted, blocks(), true),
@@ -193,14 +195,14 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
         (FinishOutcome::Complete, vec![], false),
     ] {
         assert_eq!(s.finished(&id("p-3"), &named("x-3"), outcome, blocks, 18).is_ok(), dropped);
-        assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-3"))), None));
+        assert_eq!((s.poll_notice(), s.poll_notice()), (Some(PrefillNotice::Gone(id("x-3"))), None));
         assert_eq!(take_step(&mut s).dropped, if dropped { vec![id("x-3")] } else { vec![] });
     }
     // One that is over before all ranks have confirmed it.
     s.finished(&id("p-6"), &named("x-6"), FinishOutcome::Complete, blocks(), 18).unwrap();
     s.on_report(&over(&[], &["p-6"])).unwrap();
     s.on_report(&granted(&["p-6"])).unwrap();
-    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-6"))), None));
+    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(PrefillNotice::Gone(id("x-6"))), None));
     // A request without a name is nobody's to await.
     s.finished(&id("p-4"), &asked(), FinishOutcome::Complete, blocks(), 18).unwrap();
     s.on_report(&granted(&["p-4"])).unwrap();
@@ -214,7 +216,7 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
 
 #[test]
 fn where_blocks_are_written_late_a_decoder_asks_the_listener_for_them() {
-    let mut s = Scheduler::new(SchedulerConfig { written_late: true, ..config() }).unwrap();
+    let mut s = SchedulerMachine::new(SchedulerMachineConfig { written_late: true, ..config() }).unwrap();
     s.set_address("10.1.2.3", 5680);
     let blocks = || lists(&[11, 12, 13, 14, 15], &[0, 0, 23, 24, 25]);
     for (request, asked, called) in [("p-1", asked(), "p-1"), ("p-2", named("x-2"), "x-2")] {
@@ -232,9 +234,9 @@ fn where_blocks_are_written_late_a_decoder_asks_the_listener_for_them() {
         assert_eq!((load.awaits, load.remote.request.as_str(), load.remote.lease_id), (true, called, grant.lease_id));
         assert_eq!(s.poll_notice(), None);
         s.on_report(&granted(&[request])).unwrap();
-        assert!(matches!(s.poll_notice(), Some(Notice::Ready(prefill)) if prefill.request == id(called)));
+        assert!(matches!(s.poll_notice(), Some(PrefillNotice::Ready(prefill)) if prefill.request == id(called)));
         s.on_report(&over(&[], &[request])).unwrap();
-        assert_eq!(s.poll_notice(), Some(Notice::Gone(id(called))));
+        assert_eq!(s.poll_notice(), Some(PrefillNotice::Gone(id(called))));
     }
 }
 
@@ -242,7 +244,7 @@ fn where_blocks_are_written_late_a_decoder_asks_the_listener_for_them() {
 fn a_request_may_come_before_its_prefill_is_over() {
     let mut s = scheduler();
     s.arrived(&id("d-1"), &announced()).unwrap();
-    assert_eq!(s.matched(&id("d-1"), &announced(), 18, 4).unwrap(), Match { tokens: 14, asynchronous: true });
+    assert_eq!(s.matched(&id("d-1"), &announced(), 18, 4).unwrap(), PrefixMatch { tokens: 14, asynchronous: true });
     s.allocated(&id("d-1"), &announced(), lists(&[1, 2, 3, 4], &[5, 6]), 18, 14).unwrap();
     let step = take_step(&mut s);
     assert_eq!((step.holds[0].remote.request.as_str(), step.holds[0].remote.lease_id), ("x-1", 0));
@@ -310,7 +312,7 @@ fn a_name_that_is_dropped_and_used_again_in_one_step_is_granted() {
 
 #[test]
 fn a_hand_over_without_a_listener_is_an_error_that_keeps_nothing() {
-    let mut s = Scheduler::new(config()).unwrap();
+    let mut s = SchedulerMachine::new(config()).unwrap();
     let e = s.finished(&id("a"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();
     assert!(e.message().contains("serve"), "{e}");
     assert!(!s.has_pending() && s.sending() == 0);
@@ -331,8 +333,8 @@ fn arriving_holds_and_allocating_loads_once() {
     let remote = &step.holds[0].remote;
     assert_eq!((remote.engine.as_str(), remote.request.as_str(), remote.port), ("p", "p-1", 5680));
     assert_eq!((remote.incarnation, remote.lease_ms, remote.lease_id), (Some(Incarnation(0xABC)), 30_000, 4));
-    assert_eq!(s.matched(&id("d"), &offered(), 18, 8).unwrap(), Match { tokens: 10, asynchronous: true });
-    assert_eq!(s.matched(&id("d"), &offered(), 18, 18).unwrap(), Match::default());
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 8).unwrap(), PrefixMatch { tokens: 10, asynchronous: true });
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 18).unwrap(), PrefixMatch::default());
     s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 0).unwrap();
     let step = take_step(&mut s);
@@ -344,7 +346,7 @@ fn arriving_holds_and_allocating_loads_once() {
     assert_eq!(load.remote_blocks, lists(&[11, 12, 13, 14, 15], &[23, 24, 25]));
     assert!(!load.window_only, "blocks are reused unless the host says that they are not");
     assert_eq!((s.stats().receiving, s.stats().sending), (1, 0));
-    assert_eq!(s.matched(&id("d"), &offered(), 18, 0).unwrap(), Match::default(), "after a preemption too");
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 0).unwrap(), PrefixMatch::default(), "after a preemption too");
     s.on_report(&over(&["d", "stranger"], &[])).unwrap();
     let finish = s.finished(&id("d"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap();
     assert!(!finish.keep && !s.has_pending(), "a loaded request owes nothing");
@@ -380,7 +382,7 @@ fn new_workers_are_told_what_waits() {
 fn the_producer_may_have_other_groups_and_block_sizes() {
     let mut config = config();
     config.reuses_blocks = false;
-    let mut s = Scheduler::new(config).unwrap();
+    let mut s = SchedulerMachine::new(config).unwrap();
     let params = TransferParams { remote_block_ids: Some(vec![vec![7]]), remote_num_tokens: Some(20), ..offered() };
     s.allocated(&id("d"), &params, lists(&[1, 2, 3, 4, 5], &[31, 32, 33, 34, 35]), 18, 18).unwrap();
     let load = &take_step(&mut s).loads[0];
@@ -413,9 +415,11 @@ fn blocks_that_the_tokens_do_not_fit_become_a_load_that_is_refused_by_name() {
 
 #[test]
 fn a_state_is_handed_over_one_token_before_the_end() {
-    let config =
-        SchedulerConfig { groups: vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::State, 1)], ..config() };
-    let mut s = Scheduler::new(config.clone()).unwrap();
+    let config = SchedulerMachineConfig {
+        groups: vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::State, 1)],
+        ..config()
+    };
+    let mut s = SchedulerMachine::new(config.clone()).unwrap();
     s.set_address("10.1.2.3", 5680);
     let held = |n| TransferParams { remote_num_tokens: Some(n), ..offered() };
     let e = s.matched(&id("d"), &held(18), 18, 0).unwrap_err();

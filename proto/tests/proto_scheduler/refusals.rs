@@ -106,7 +106,7 @@ fn texts_from_outside_are_cut_in_errors() {
 
 #[test]
 fn settings_that_cannot_work_are_named() {
-    type Change = fn(&mut SchedulerConfig);
+    type Change = fn(&mut SchedulerMachineConfig);
     let cases: [(&str, Change); 6] = [
         ("tp_size", |c| c.tp_size = 0),
         ("lease_ms", |c| c.lease_ms = 999),
@@ -118,7 +118,7 @@ fn settings_that_cannot_work_are_named() {
     for (words, change) in cases {
         let mut c = config();
         change(&mut c);
-        let e = Scheduler::new(c).unwrap_err();
+        let e = SchedulerMachine::new(c).unwrap_err();
         assert!(e.message().contains(words), "{e}");
     }
 }
@@ -174,7 +174,7 @@ fn a_key_that_is_null_is_a_key_that_is_missing() {
 
 #[test]
 fn disallowed_hosts_hear_nothing() {
-    let mut s = Scheduler::new(SchedulerConfig {
+    let mut s = SchedulerMachine::new(SchedulerMachineConfig {
         allowed_hosts: Some(AllowedHosts::parse("10.1.0.0/16, prefill.example").unwrap()),
         ..config()
     })

@@ -3,24 +3,24 @@
 use super::*;
 
 /// An engine of two pipeline stages with two ranks each.
-fn four_ranks() -> (Scheduler, Vec<RankId>) {
-    let config = SchedulerConfig { tp_size: 2, pp_size: 2, ..config() };
+fn four_ranks() -> (SchedulerMachine, Vec<RankId>) {
+    let config = SchedulerMachineConfig { tp_size: 2, pp_size: 2, ..config() };
     let ranks: Vec<RankId> = config.shape().rank_ids().collect();
-    let mut s = Scheduler::new(config).unwrap();
+    let mut s = SchedulerMachine::new(config).unwrap();
     s.set_address("10.1.2.3", 5680);
     (s, ranks)
 }
 
-fn grant(s: &mut Scheduler, request: &str, params: &TransferParams) {
+fn grant(s: &mut SchedulerMachine, request: &str, params: &TransferParams) {
     assert!(s.finished(&id(request), params, FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap().keep);
 }
 
-fn load(s: &mut Scheduler, request: &str) {
+fn load(s: &mut SchedulerMachine, request: &str) {
     s.allocated(&id(request), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
 }
 
 /// Whether the machine counts the request's load as under way: its end would have to wait for a report.
-fn is_loading(s: &mut Scheduler, request: &str) -> bool {
+fn is_loading(s: &mut SchedulerMachine, request: &str) -> bool {
     s.finished(&id(request), &offered(), FinishOutcome::Complete, vec![], 0).unwrap().keep
 }
 
@@ -48,7 +48,7 @@ fn what_every_rank_has_reported_is_over_and_nothing_before() {
         assert_eq!(s.on_report(&report).unwrap(), Outcome::default());
     }
     assert_eq!((&last.granted[..], &last.finished_recving[..]), (&[id("p-1")][..], &[id("d")][..]));
-    assert!(matches!(s.poll_notice(), Some(Notice::Ready(prefill)) if prefill.request == id("x-1")));
+    assert!(matches!(s.poll_notice(), Some(PrefillNotice::Ready(prefill)) if prefill.request == id("x-1")));
     assert!(!is_loading(&mut s, "d"));
     // Merged by the host on the way, in any grouping.
     let batch = |ranks: &[RankId]| {
@@ -61,7 +61,7 @@ fn what_every_rank_has_reported_is_over_and_nothing_before() {
     assert_eq!(s.on_report(&batch(&ranks[1..])).unwrap(), Outcome::default());
     assert_eq!(s.sending(), 1);
     assert_eq!(s.on_report(&batch(&ranks[..2])).unwrap().finished_sending, [id("p-1")]);
-    assert_eq!((s.poll_notice(), s.sending(), s.receiving()), (Some(Notice::Gone(id("x-1"))), 0, 0));
+    assert_eq!((s.poll_notice(), s.sending(), s.receiving()), (Some(PrefillNotice::Gone(id("x-1"))), 0, 0));
 }
 
 #[test]
@@ -108,7 +108,8 @@ fn a_report_of_a_rank_that_the_engine_has_not_is_refused_and_changes_nothing() {
     assert_eq!(s.on_report(&batch).unwrap_err().kind(), ErrorKind::InvalidArgument);
     let outcome = s.on_report(&WorkerReport::new(ranks[0]).into()).unwrap();
     assert_eq!((outcome.finished_sending, s.sending()), (vec![id("p-1")], 0));
-    let huge = Scheduler::new(SchedulerConfig { tp_size: u32::MAX, pp_size: u32::MAX, ..config() }).unwrap_err();
+    let huge =
+        SchedulerMachine::new(SchedulerMachineConfig { tp_size: u32::MAX, pp_size: u32::MAX, ..config() }).unwrap_err();
     assert!(huge.message().contains("at most 4096"), "{huge}");
 }
 
@@ -130,12 +131,12 @@ fn a_rank_that_never_reports_keeps_its_requests_until_the_host_says_that_they_ar
     }
     assert_eq!((s.sending(), s.receiving(), s.poll_notice()), (1, 2, None));
     for _ in 0..2 {
-        s.over(&id("p-1"), Direction::Send);
-        s.over(&id("d"), Direction::Recv);
-        s.over(&id("e"), Direction::Recv);
-        s.over(&id("stranger"), Direction::Recv);
+        s.over(&id("p-1"), RequestSide::Send);
+        s.over(&id("d"), RequestSide::Recv);
+        s.over(&id("e"), RequestSide::Recv);
+        s.over(&id("stranger"), RequestSide::Recv);
     }
-    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-1"))), None));
+    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(PrefillNotice::Gone(id("x-1"))), None));
     assert!(!is_loading(&mut s, "d"));
     assert_eq!((s.sending(), s.receiving()), (0, 0));
     // The late report is old news but for its figures.
@@ -158,16 +159,16 @@ fn an_id_that_is_used_again_is_a_request_of_its_own() {
         if round == 1 {
             // One rank's report came before the host said so, and the others' never do.
             s.on_report(&report(ranks[0]).into()).unwrap();
-            s.over(&id("r"), Direction::Send);
-            s.over(&id("d"), Direction::Recv);
+            s.over(&id("r"), RequestSide::Send);
+            s.over(&id("d"), RequestSide::Recv);
         } else {
             for &rank in &ranks {
                 assert_eq!(s.sending(), 1);
                 s.on_report(&report(rank).into()).unwrap();
             }
-            assert!(matches!(s.poll_notice(), Some(Notice::Ready(_))));
+            assert!(matches!(s.poll_notice(), Some(PrefillNotice::Ready(_))));
         }
-        assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x"))), None));
+        assert_eq!((s.poll_notice(), s.poll_notice()), (Some(PrefillNotice::Gone(id("x"))), None));
         assert!(!is_loading(&mut s, "d"));
         assert_eq!((s.sending(), s.receiving()), (0, 0));
     }

@@ -4,13 +4,13 @@ use kvferry_proto::scheduler::MultiTurn;
 
 use super::*;
 
-fn multi_turn() -> SchedulerConfig {
+fn multi_turn() -> SchedulerMachineConfig {
     let multi_turn = Some(MultiTurn { lease_ms: 480_000, least_tokens: 8, most_blocks: 10 });
-    SchedulerConfig { multi_turn, ..config() }
+    SchedulerMachineConfig { multi_turn, ..config() }
 }
 
-fn engine() -> Scheduler {
-    let mut s = Scheduler::new(multi_turn()).unwrap();
+fn engine() -> SchedulerMachine {
+    let mut s = SchedulerMachine::new(multi_turn()).unwrap();
     s.set_address("10.1.2.3", 5680);
     s
 }
@@ -25,7 +25,7 @@ fn whole() -> Vec<Blocks> {
 }
 
 /// A request that was loaded and decoded.
-fn decoded(s: &mut Scheduler, name: &str, blocks: Vec<Blocks>, tokens: u64) -> Option<TransferParams> {
+fn decoded(s: &mut SchedulerMachine, name: &str, blocks: Vec<Blocks>, tokens: u64) -> Option<TransferParams> {
     s.allocated(&id(name), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     s.on_report(&over(&[name], &[])).unwrap();
     let finish = s.finished(&id(name), &offered(), FinishOutcome::Complete, blocks, tokens).unwrap();
@@ -62,10 +62,10 @@ fn what_no_turn_can_go_on_from_is_not_kept() {
         assert_eq!(decoded(&mut s, "d", blocks, tokens), None, "{why}");
         assert_eq!((s.sending(), take_step(&mut s).grants.len()), (0, 0), "{why}");
     }
-    let mut s = Scheduler::new(SchedulerConfig { multi_turn: None, ..multi_turn() }).unwrap();
+    let mut s = SchedulerMachine::new(SchedulerMachineConfig { multi_turn: None, ..multi_turn() }).unwrap();
     assert_eq!(decoded(&mut s, "d", whole(), 18), None, "nobody asked for it");
     let groups = vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::State, 1)];
-    let mut s = Scheduler::new(SchedulerConfig { groups, ..multi_turn() }).unwrap();
+    let mut s = SchedulerMachine::new(SchedulerMachineConfig { groups, ..multi_turn() }).unwrap();
     s.set_address("10.1.2.3", 5680);
     let finish = s.finished(&id("d"), &offered(), FinishOutcome::Complete, whole(), 18).unwrap();
     assert!(!finish.keep, "a state may have gone on");
@@ -90,7 +90,7 @@ fn the_oldest_conversations_give_way() {
     assert!(decoded(&mut s, "d", whole(), 18).is_some());
     let step = take_step(&mut s);
     assert_eq!((step.grants[0].request.as_str(), step.dropped), ("d", vec![id("a")]), "c is left");
-    assert_eq!((s.sending(), s.forget_histories(0)), (3, 1), "until the workers have let go of a");
+    assert_eq!((s.sending(), s.forget_histories(0)), (3, 1), "until the workers have released a");
     s.on_report(&over(&[], &["a"])).unwrap();
     assert!(decoded(&mut s, "a", whole(), 18).is_some());
     assert_eq!(take_step(&mut s).dropped, vec![id("c"), id("d")]);
@@ -105,8 +105,8 @@ fn a_prefill_loads_what_a_decode_engine_has_and_is_handed_over_in_its_turn() {
     let mut s = engine();
     s.arrived(&id("p"), &history()).unwrap();
     assert_eq!(take_step(&mut s).holds[0].remote.request.as_str(), "p-1");
-    assert_eq!(s.matched(&id("p"), &history(), 16, 4).unwrap(), Match { tokens: 12, asynchronous: true });
-    assert_eq!(s.matched(&id("p"), &history(), 16, 9).unwrap(), Match::default(), "seven are computed here");
+    assert_eq!(s.matched(&id("p"), &history(), 16, 4).unwrap(), PrefixMatch { tokens: 12, asynchronous: true });
+    assert_eq!(s.matched(&id("p"), &history(), 16, 9).unwrap(), PrefixMatch::default(), "seven are computed here");
     s.allocated(&id("p"), &history(), lists(&[1, 2, 3], &[5, 6, 7]), 16, 12).unwrap();
     let load = &take_step(&mut s).loads[0];
     assert_eq!((load.tokens, load.remote_tokens, load.refused.as_ref()), ((4, 16), 18, None));
@@ -153,7 +153,7 @@ fn a_prefill_that_ends_under_the_load_of_its_history_is_handed_over_to_nobody() 
             let finish = s.finished(&id("q"), &asked, outcome, whole(), 18).unwrap();
             assert_eq!((finish.keep, finish.params), (true, None));
         }
-        assert_eq!(s.poll_notice(), transfer_id.map(|name| Notice::Gone(id(name))));
+        assert_eq!(s.poll_notice(), transfer_id.map(|name| PrefillNotice::Gone(id(name))));
         assert_eq!(s.poll_notice(), None);
         let step = take_step(&mut s);
         assert_eq!((step.aborts, step.dropped), (vec![id("q")], vec![id(transfer_id.unwrap_or("q"))]));
@@ -192,13 +192,15 @@ fn params_of_a_history_that_cannot_be_used_are_named() {
     assert!(s.matched(&id("p"), &without_port, 16, 0).unwrap_err().message().contains("remote_port"));
     // Every key of a first turn is null.
     let first = TransferParams { remote_block_ids: None, remote_num_tokens: None, ..history() };
-    assert_eq!(s.matched(&id("p"), &first, 16, 0).unwrap(), Match::default());
+    assert_eq!(s.matched(&id("p"), &first, 16, 0).unwrap(), PrefixMatch::default());
     // And without multi_turn nothing of it is looked at.
     let mut plain = scheduler();
     plain.arrived(&id("p"), &without_port).unwrap();
-    assert_eq!(plain.matched(&id("p"), &without_port, 16, 0).unwrap(), Match::default());
+    assert_eq!(plain.matched(&id("p"), &without_port, 16, 0).unwrap(), PrefixMatch::default());
     assert!(!plain.has_pending());
-    let config =
-        SchedulerConfig { multi_turn: Some(MultiTurn { lease_ms: 5, least_tokens: 0, most_blocks: 0 }), ..config() };
-    assert!(Scheduler::new(config).unwrap_err().message().contains("multi_turn.lease_ms"));
+    let config = SchedulerMachineConfig {
+        multi_turn: Some(MultiTurn { lease_ms: 5, least_tokens: 0, most_blocks: 0 }),
+        ..config()
+    };
+    assert!(SchedulerMachine::new(config).unwrap_err().message().contains("multi_turn.lease_ms"));
 }

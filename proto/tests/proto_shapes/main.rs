@@ -20,7 +20,7 @@ use case::{Case, span};
 use choices::{Choices, mix, simplify};
 use kvferry_proto::ErrorKind;
 use kvferry_proto::geometry::{Group, GroupKind};
-use kvferry_proto::plan::{Cell, CopyPlan, Holding, Part, RankPlan, Share, Wanted, assign};
+use kvferry_proto::plan::{Cell, CopyPlan, Holding, LoadPart, RankPlan, Share, Wanted, assign};
 use kvferry_proto::shape::{EngineSpec, Layout, ModelSpec, RankCache};
 use kvferry_proto::wire::{Blocks, RankMetadata};
 use kvferry_proto::{EngineId, RankId};
@@ -85,9 +85,9 @@ fn execute(
     Ok(operations)
 }
 
-/// The request portion by portion, as from a prefill under way: each from what the other side has written by then. Nothing is
+/// The request chunk by chunk, as from a prefill under way: each from what the other side has written by then. Nothing is
 /// written twice.
-fn in_portions(
+fn in_chunks(
     plan: &RankPlan,
     wanted: &Wanted<'_>,
     theirs: &RankMetadata,
@@ -96,7 +96,7 @@ fn in_portions(
     source: &Memory,
 ) -> Result<u64, String> {
     let (start, end) = wanted.tokens;
-    let step = plan.portion_tokens().unwrap_or(u64::MAX);
+    let step = plan.chunk_multiple().unwrap_or(u64::MAX);
     let chosen = |at: &u64| mix(&mut (case.spread ^ *at)).is_multiple_of(2);
     let cuts = (start / step + 1..=end / step).map(|n| n * step).filter(|at| *at < end).filter(chosen);
     // All of it may be written before the prefill is known to be over.
@@ -104,7 +104,7 @@ fn in_portions(
     let mut written: Vec<Vec<u8>> = memory.iter().map(|region| vec![0; region.len()]).collect();
     let mut once = |region: usize, at: usize| {
         written[region][at] += 1;
-        ensure(written[region][at] == 1, || format!("byte {at} of region {region} is written by two portions"))
+        ensure(written[region][at] == 1, || format!("byte {at} of region {region} is written by two chunks"))
     };
     let mut from = start;
     for to in cuts.iter().copied().filter(|to| *to > start) {
@@ -117,11 +117,11 @@ fn in_portions(
         };
         let remote: Vec<Blocks> = wanted.remote.iter().zip(&theirs.geometry.groups).map(so_far).collect();
         let partial = Wanted { remote: &remote, remote_tokens: to + more, ..*wanted };
-        let copy = plan.part(&partial, Part::Portion(from, to)).map_err(|e| format!("portion {from} to {to}: {e}"))?;
+        let copy = plan.part(&partial, LoadPart::Chunk(from, to)).map_err(|e| format!("chunk {from} to {to}: {e}"))?;
         execute(&copy, u64::MAX, memory, source, &mut once)?;
         from = to;
     }
-    let rest = plan.part(wanted, Part::Rest(from)).map_err(|e| format!("the rest from {from} on: {e}"))?;
+    let rest = plan.part(wanted, LoadPart::Rest(from)).map_err(|e| format!("the rest from {from} on: {e}"))?;
     execute(&rest, u64::MAX, memory, source, &mut once)?;
     Ok(cuts.len() as u64)
 }
@@ -175,7 +175,7 @@ struct Seen {
     turned: AtomicU64,
     whole: AtomicU64,
     unread_ranks: AtomicU64,
-    portions: AtomicU64,
+    chunks: AtomicU64,
 }
 
 fn add(counter: &AtomicU64, n: u64) {
@@ -227,7 +227,7 @@ fn check(case: &Case, seen: &Seen) -> Result<(), String> {
         // How often each byte is written, and how often it has to be.
         let mut written: Vec<Vec<u8>> = rank.region_lens.iter().map(|&len| vec![0; len as usize]).collect();
         let mut found = blank(&rank.region_lens, 1);
-        let (mut cut, mut portions) = (found.clone(), found.clone());
+        let (mut cut, mut chunks) = (found.clone(), found.clone());
         let mut whole = true;
         for (producer, share) in &shares[&rank.rank] {
             let (mine, theirs) = (&consumers.metadata[&rank.rank], &producers.metadata[producer]);
@@ -250,14 +250,14 @@ fn check(case: &Case, seen: &Seen) -> Result<(), String> {
             })?;
             let apart = execute(&copy, case.max_op_bytes, &mut cut, source, |_, _| Ok(()))?;
             ensure(merged <= apart, || format!("{merged} operations of any size, {apart} of bounded size"))?;
-            add(&seen.portions, in_portions(&plan, &wanted, theirs, case, &mut portions, source)?);
+            add(&seen.chunks, in_chunks(&plan, &wanted, theirs, case, &mut chunks, source)?);
             add(&seen.plans, 1);
             add(&seen.operations, merged);
             add(&seen.bytes, copy.bytes());
             add(&seen.unread_ranks, share.cells.is_empty().into());
         }
         ensure(found == cut, || "bounded operations copy something else".into())?;
-        ensure(found == portions, || "portions copy something else".into())?;
+        ensure(found == chunks, || "chunks copy something else".into())?;
         if !whole {
             continue;
         }
@@ -376,7 +376,7 @@ fn any_shape_reads_from_any_other_every_byte_once() {
             ("K turned on one side only", &seen.turned, 200),
             ("blocks that move whole", &seen.whole, 40),
             ("ranks that nobody reads from", &seen.unread_ranks, 20),
-            ("portions", &seen.portions, 1000),
+            ("chunks", &seen.chunks, 1000),
         ] {
             assert!(share(counter) >= per_mille, "too few {what}: {counter:?} in {cases} cases");
         }

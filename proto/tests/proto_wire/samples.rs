@@ -249,7 +249,7 @@ pub(super) fn handshake_requests() -> Vec<(&'static str, HandshakeRequest)> {
             },
         ),
         (
-            "handshake_await_portions",
+            "handshake_await_chunks",
             HandshakeRequest::Await {
                 id: 4,
                 engine: engine(),

@@ -32,7 +32,7 @@ fn load(name: &str, blocks: [&[u32]; 2]) -> Load {
     }
 }
 
-fn loads(w: &mut Worker, now: u64, load: Load) {
+fn loads(w: &mut WorkerMachine, now: u64, load: Load) {
     w.handle_step(Time(now), StepMetadata { loads: vec![load], ..Default::default() });
 }
 
@@ -41,7 +41,7 @@ fn ranks(incarnation: u64) -> Vec<RankMetadata> {
     vec![metadata(engine("p"), 1_000 + incarnation, 8)]
 }
 
-fn answer(w: &mut Worker, now: u64, session: SessionId, incarnation: u64, ranks: &[RankMetadata]) {
+fn answer(w: &mut WorkerMachine, now: u64, session: SessionId, incarnation: u64, ranks: &[RankMetadata]) {
     w.handle_handshake(Time(now), session, Ok(reply(session, incarnation, ranks)));
 }
 
@@ -49,7 +49,7 @@ fn failure() -> HandshakeFailure {
     HandshakeFailure { cause: Cause::HandshakeFailed, message: "refused".into() }
 }
 
-fn handshake(w: &mut Worker) -> SessionId {
+fn handshake(w: &mut WorkerMachine) -> SessionId {
     let found = actions(w).into_iter().find_map(|action| match action {
         Action::Handshake { session, .. } => Some(session),
         _ => None,
@@ -57,7 +57,7 @@ fn handshake(w: &mut Worker) -> SessionId {
     found.expect("a handshake")
 }
 
-fn connect(w: &mut Worker) -> PeerKey {
+fn connect(w: &mut WorkerMachine) -> PeerKey {
     let found = actions(w).into_iter().find_map(|action| match action {
         Action::Connect { peer, .. } => Some(peer),
         _ => None,
@@ -65,7 +65,7 @@ fn connect(w: &mut Worker) -> PeerKey {
     found.expect("a connect")
 }
 
-fn transfer(w: &mut Worker) -> TransferToken {
+fn transfer(w: &mut WorkerMachine) -> TransferToken {
     let found = actions(w).into_iter().find_map(|action| match action {
         Action::Transfer { token, .. } => Some(token),
         _ => None,
@@ -73,7 +73,7 @@ fn transfer(w: &mut Worker) -> TransferToken {
     found.expect("a transfer")
 }
 
-fn done_serial(w: &mut Worker) -> u64 {
+fn done_serial(w: &mut WorkerMachine) -> u64 {
     let found = actions(w).into_iter().find_map(|action| match action {
         Action::Send { message: PeerMessage::Done { serial, .. }, .. } => Some(serial),
         _ => None,
@@ -94,7 +94,7 @@ fn figures() -> TransferFigures {
 }
 
 /// A load whose transfer is posted.
-fn reading(w: &mut Worker, name: &str) -> (PeerKey, TransferToken) {
+fn reading(w: &mut WorkerMachine, name: &str) -> (PeerKey, TransferToken) {
     loads(w, 10, load(name, [&[3], &[4]]));
     let session = handshake(w);
     answer(w, 20, session, 9, &ranks(9));
@@ -115,7 +115,7 @@ struct Done {
     disconnects: Vec<PeerKey>,
 }
 
-fn does(w: &mut Worker) -> Done {
+fn does(w: &mut WorkerMachine) -> Done {
     let mut done = Done::default();
     for action in actions(w) {
         match action {
@@ -482,7 +482,7 @@ fn an_engine_that_falls_asleep_gives_back_what_it_loads_and_nothing_that_waits()
         } else {
             w.handle_shutdown(Time(30))
         }
-        let released = |w: &mut Worker| -> Vec<String> {
+        let released = |w: &mut WorkerMachine| -> Vec<String> {
             let releases = actions(w).into_iter().filter_map(|action| match action {
                 Action::Send { message: PeerMessage::Release { request, .. }, .. } => Some(request.to_string()),
                 _ => None,
@@ -540,7 +540,7 @@ fn a_hold_does_not_last_forever() {
 
 #[test]
 fn a_prefill_without_a_sign_is_not_awaited_forever() {
-    let limits = WorkerSettings { await_timeout_ms: 5_000, hold_timeout_ms: 9_000, portion_tokens: 1, ..settings() };
+    let limits = WorkerSettings { await_timeout_ms: 5_000, hold_timeout_ms: 9_000, chunk_tokens: 1, ..settings() };
     for sign in [false, true] {
         let mut w = worker(with(limits.clone()));
         let mut wanted = load("a", [&[3], &[4]]);
@@ -553,8 +553,8 @@ fn a_prefill_without_a_sign_is_not_awaited_forever() {
         if sign {
             let blocks = vec![Blocks::default(); 2];
             let prefill = Prefill { request: request("p-a"), blocks, tokens: 0, lease_ms: 1_200, lease_id: 7 };
-            let news = PrefillNews { incarnation: Incarnation(9), prefill, over: false };
-            w.handle_prefill(Time(4_000 * MS), number.unwrap(), Ok(news));
+            let progress = PrefillProgress { incarnation: Incarnation(9), prefill, over: false };
+            w.handle_prefill(Time(4_000 * MS), number.unwrap(), Ok(progress));
         }
         let (just_before, limit, text) =
             if sign { (12_999, 13_000, "9000 ms") } else { (4_999, 5_000, "said nothing") };
@@ -570,7 +570,7 @@ fn a_prefill_without_a_sign_is_not_awaited_forever() {
 
 #[test]
 fn without_a_geometry_a_load_fails_and_says_why() {
-    let mut w = Worker::new(config()).unwrap();
+    let mut w = WorkerMachine::new(config()).unwrap();
     loads(&mut w, 10, load("a", [&[3], &[4]]));
     let report = w.poll_report().unwrap();
     assert_eq!(report.failed_recving[0].cause, Cause::InvalidRequest);
@@ -579,7 +579,7 @@ fn without_a_geometry_a_load_fails_and_says_why() {
 
 #[test]
 fn another_life_is_asked_for_anew_once() {
-    let asks = |w: &mut Worker| {
+    let asks = |w: &mut WorkerMachine| {
         let found = actions(w).into_iter().find_map(|action| match action {
             Action::Handshake { session, anew, .. } => Some((session, anew)),
             _ => None,

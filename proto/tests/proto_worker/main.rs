@@ -10,7 +10,7 @@ mod rank;
 
 use std::sync::Arc;
 
-use kvferry_proto::handshake::{HandshakeFailure, PrefillNews};
+use kvferry_proto::handshake::{HandshakeFailure, PrefillProgress};
 use kvferry_proto::ids::{Incarnation, RankId};
 use kvferry_proto::stats::Stats;
 use kvferry_proto::time::Time;
@@ -19,31 +19,32 @@ use kvferry_proto::wire::{
     StepMetadata, Verdict, WorkerReport,
 };
 use kvferry_proto::worker::{
-    Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig, WorkerSettings,
+    Action, PeerKey, PeerRef, SessionId, TraceEvent, TransferFigures, TransferToken, WorkerMachine,
+    WorkerMachineConfig, WorkerSettings,
 };
 use rank::*;
 
 const MS: u64 = 1_000;
 
-fn config() -> WorkerConfig {
-    WorkerConfig::new(engine("me"), RANK, SHAPE, Incarnation(77), settings())
+fn config() -> WorkerMachineConfig {
+    WorkerMachineConfig::new(engine("me"), RANK, SHAPE, Incarnation(77), settings())
 }
 
-fn with(settings: WorkerSettings) -> WorkerConfig {
-    WorkerConfig { settings, ..config() }
+fn with(settings: WorkerSettings) -> WorkerMachineConfig {
+    WorkerMachineConfig { settings, ..config() }
 }
 
-fn worker(config: WorkerConfig) -> Worker {
-    let mut w = Worker::new(config).unwrap();
+fn worker(config: WorkerMachineConfig) -> WorkerMachine {
+    let mut w = WorkerMachine::new(config).unwrap();
     w.set_local(Arc::new(metadata(engine("me"), 77, 8)));
     w
 }
 
-fn actions(w: &mut Worker) -> Vec<Action> {
+fn actions(w: &mut WorkerMachine) -> Vec<Action> {
     std::iter::from_fn(|| w.poll_action()).collect()
 }
 
-fn verdicts(w: &mut Worker) -> Vec<(u64, Verdict)> {
+fn verdicts(w: &mut WorkerMachine) -> Vec<(u64, Verdict)> {
     actions(w)
         .into_iter()
         .map(|action| match action {
@@ -53,7 +54,7 @@ fn verdicts(w: &mut Worker) -> Vec<(u64, Verdict)> {
         .collect()
 }
 
-fn sent(w: &mut Worker) -> Vec<Grant> {
+fn sent(w: &mut WorkerMachine) -> Vec<Grant> {
     w.poll_report().map(|r| r.finished_sending).unwrap_or_default().into_iter().map(|r| grant(r.as_str(), 0)).collect()
 }
 
@@ -61,7 +62,7 @@ fn grant(name: &str, lease_id: u64) -> Grant {
     Grant { request: request(name), lease_ms: 1_000, lease_id, name: None, history: false }
 }
 
-fn grants(w: &mut Worker, now: u64, grant: Grant) {
+fn grants(w: &mut WorkerMachine, now: u64, grant: Grant) {
     w.handle_step(Time(now), StepMetadata { grants: vec![grant], ..Default::default() });
 }
 
@@ -98,18 +99,14 @@ fn what_is_fixed_is_as_the_page_says() {
 }
 
 #[test]
-fn bad_settings_are_named() {
-    type Change = fn(&mut WorkerConfig);
-    let cases: [(&str, Change); 4] = [
-        ("heartbeat_divisor", |c| c.settings.heartbeat_divisor = 1),
-        ("verdict_timeout_ms", |c| c.settings.verdict_timeout_ms = 0),
-        ("shape", |c| c.shape.tp = 0),
-        ("rank", |c| c.rank.pp = 7),
-    ];
+fn bad_values_are_named() {
+    type Change = fn(&mut WorkerMachineConfig);
+    let cases: [(&str, Change); 3] =
+        [("shared_grace_ms", |c| c.shared_grace_ms = 0), ("shape", |c| c.shape.tp = 0), ("rank", |c| c.rank.pp = 7)];
     for (key, change) in cases {
         let mut c = config();
         change(&mut c);
-        let e = Worker::new(c).unwrap_err();
+        let e = WorkerMachine::new(c).unwrap_err();
         assert!(e.message().starts_with(key), "{e}");
     }
 }

@@ -22,7 +22,7 @@ fn a_repeated_done_gets_its_answer_again_and_another_read_does_not() {
 
 #[test]
 fn the_trace_says_how_a_lease_ended() {
-    let mut w = worker(WorkerConfig { trace: true, ..config() });
+    let mut w = worker(WorkerMachineConfig { trace: true, ..config() });
     ["read", "released", "dropped", "expired"].into_iter().for_each(|name| grants(&mut w, 0, grant(name, 1)));
     w.handle_message(Time(1), &from(), done("read", 1, 1, 10));
     let release = PeerMessage::Release { request: request("released"), lease_id: 1, reader: reader(1), readers: 1 };
@@ -30,8 +30,8 @@ fn the_trace_says_how_a_lease_ended() {
     w.handle_step(Time(3), StepMetadata { dropped: vec![request("dropped")], ..Default::default() });
     w.handle_timeout(Time(1_000 * MS));
     let mut ended = 0;
-    while let Some(life) = w.poll_life() {
-        let Life::SendEnded { request, how, .. } = life else { continue };
+    while let Some(life) = w.poll_trace() {
+        let TraceEvent::SendEnded { request, how, .. } = life else { continue };
         assert_eq!(how.name(), request.as_str());
         ended += 1;
     }
@@ -149,7 +149,7 @@ fn a_request_id_used_again_is_another_lease() {
 
 #[test]
 fn strangers_cannot_make_it_remember_more_than_its_bounds() {
-    let mut w = worker(WorkerConfig { early_messages: 10, tombstones: 20, ..config() });
+    let mut w = worker(WorkerMachineConfig { early_messages: 10, tombstones: 20, ..config() });
     for i in 0..1_000 {
         w.handle_message(Time(i), &from(), done(&format!("x{i}"), 1, 1, i));
     }

@@ -42,7 +42,7 @@ class _Version(argparse.Action):
             ucx = ucx_info()
             print(f"UCX {ucx['version']}, {ucx['source']}: {ucx['path']}")
         except UcxMissingError:
-            print("UCX none; kvferry doctor says where it was looked for")
+            print("UCX none; kvferry doctor says where it was searched for")
         except KvferryError as error:
             print(f"UCX cannot be used: {error.message}")
         parser.exit()

@@ -67,8 +67,8 @@ def read_config(argument: str) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """What a kv-transfer-config gives KvferryConnector: its `kv_connector_extra_config`, notes about the rest, the
-    `kv_role`, None if it does not say, and the `kv_load_failure_policy`."""
+    """The options of KvferryConnector in a kv-transfer-config: its `kv_connector_extra_config`, notes about the rest,
+    the `kv_role`, None if it does not say, and the `kv_load_failure_policy`."""
 
     extra: dict[str, Any]
     notes: list[str]
@@ -111,7 +111,7 @@ def _one_of(place: str, config: dict[str, Any], key: str, choices: tuple[str, ..
 
 
 def extra_config(config: dict[str, Any], place: str = "") -> Given:
-    """What vLLM's `config` gives KvferryConnector, also inside MultiConnector's.
+    """The options that vLLM's `config` gives KvferryConnector, also inside MultiConnector's.
 
     Raises `UsageError` for what vLLM would refuse.
     """
@@ -149,7 +149,7 @@ def extra_config(config: dict[str, Any], place: str = "") -> Given:
 
 
 def _where_it_belongs(key: str) -> str | None:
-    """What to say of an operator's key that stands beside `kv_connector_extra_config`; None if it is none."""
+    """A hint on an operator's key beside `kv_connector_extra_config`; None if it is none."""
     try:
         # A wrong variable is told where the values are looked at, and so is a library that cannot be loaded.
         with without(variables()):
@@ -210,6 +210,10 @@ def _print_changed(rows: list[settings.Setting]) -> None:
     print(f"{_table(changed)}\n" if changed else "Every key has its default.\n")
 
 
+def _variable(key: str) -> str:
+    return f"KVFERRY_{key.upper()}"
+
+
 def _former(rows: list[settings.Setting]) -> list[str]:
     """Notes about keys that older configurations have."""
     given = [row for row in rows if row["source"] != "default"]
@@ -217,7 +221,10 @@ def _former(rows: list[settings.Setting]) -> list[str]:
     notes = []
     for row in given:
         name = row["variable"] if row["source"] == "environment" else row["key"]
-        if row["is_retired"]:
+        if former := row["former"]:
+            variable = row["source"] == "environment"
+            notes.append(f"{_variable(former) if variable else former} is called {name} now; rename it")
+        elif row["is_retired"]:
             notes.append(f"{name} has no effect; leave it out")
         elif row["key"] == "request_log" and row["value"] and traced:
             notes.append(f"{name} has no effect beside trace; leave it out")

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def asked_for(options: argparse.Namespace) -> Asked:
-    """What was typed and what the environment says."""
+    """The options from the command line and the environment."""
     try:
         given = any_config({} if options.config is None else read_config(options.config))
     except UsageError as error:
@@ -110,7 +110,7 @@ def asked_for(options: argparse.Namespace) -> Asked:
 
 
 def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """What was given or the environment says, for the worker and for the scheduler, and the environment's wrong
+    """The options given or in the environment, for the worker and for the scheduler, and the environment's wrong
     variables with what is wrong with each.
 
     Raises `UsageError` if what was given is wrong."""

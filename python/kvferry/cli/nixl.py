@@ -40,7 +40,7 @@ def _try(package: str) -> bool:
 
 
 def _remedy(one: nixl.Installed) -> str:
-    """What to do where a NIXL does not find the plug-in."""
+    """The remedy where a NIXL does not find the plug-in."""
     beside = one.folder / nixl.FILE_NAME
     wheels = beside if beside.is_file() else one.elsewhere
     if not os.environ.get("NIXL_PLUGIN_DIR"):

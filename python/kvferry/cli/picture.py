@@ -18,7 +18,7 @@ TOP, BOTTOM, GAP = 112, 46, 12
 LINE, PADDING = 16, 10
 THICKEST = 10
 HEAD = PADDING + 3 * LINE
-"""What a box needs for its own lines."""
+"""The room that a box needs for its own lines."""
 MOST_NAMED = 40
 """With more arrows than this, a decode rank's box does not name each of its arrows; the arrows' titles, which a browser
 shows under the pointer, still do."""

@@ -12,7 +12,7 @@ from ..worker import Rank
 
 
 class Request(NamedTuple):
-    """What was asked for, for headings."""
+    """The options, for headings."""
 
     prefill: str
     decode: str

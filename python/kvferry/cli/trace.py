@@ -37,7 +37,7 @@ def _printable(text: str, longest: int = 60) -> str:
 
 def text(summary: trace.Summary) -> str:
     """The summary for people."""
-    what = f"{summary['received']} received, {summary['failed']} failed, {summary['given_back']} given back"
+    what = f"{summary['received']} received, {summary['failed']} failed, {summary['released']} released unread"
     lines = [
         f"{what}, {summary['unfinished']} without an end in the trace; {size_text(summary['bytes'])} in "
         f"{summary['operations']} operations, over {summary['seconds']:.3f} s",
@@ -75,11 +75,11 @@ def text(summary: trace.Summary) -> str:
 
 
 def _ahead(summary: trace.Summary) -> list[str]:
-    if not summary["portions"]:
+    if not summary["chunks"]:
         return []
     ahead = summary["ahead_bytes"]
     share = f"{size_text(ahead)} of it ({100 * ahead / max(1, summary['bytes']):.0f} %)"
-    return [f"{share} in {summary['portions']} portions, begun before the end of the prefill was known"]
+    return [f"{share} in {summary['chunks']} chunks, begun before the end of the prefill was known"]
 
 
 def _slowest(slowest: Sequence[trace.SlowReceive]) -> str:

@@ -31,7 +31,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 def page(summary: trace.Summary) -> str:
     """The page, as HTML."""
     what = (
-        f"{summary['received']} received, {summary['failed']} failed, {summary['given_back']} given back, "
+        f"{summary['received']} received, {summary['failed']} failed, {summary['released']} released unread, "
         f"{summary['unfinished']} without an end in the trace; {size_text(summary['bytes'])} in "
         f"{summary['operations']} operations, over {summary['seconds']:.3f} s"
     )

@@ -1,4 +1,4 @@
-"""What this machine and process would use, what is in the way, and what to do about it (`kvferry doctor`).
+"""Examines what kvferry would use on this machine, and finds obstacles and remedies (`kvferry doctor`).
 
 Everything that loads libkvferry or UCX runs in processes of its own: UCX reads its environment once, a process has one
 UCX, and one that crashes must not take the answer along.

@@ -57,7 +57,7 @@ def run(
     pass_fds: Sequence[int] = (),
     stderr: int = subprocess.STDOUT,
 ) -> tuple[int, str]:
-    """How a command ended and what it printed. Raises `ChildError` if it has not ended within `limit_s` seconds.
+    """Runs a command; its exit status and output. Raises `ChildError` if it has not ended within `limit_s` seconds.
 
     A process that a hung driver keeps from ending, killed or not, is left behind; `subprocess.run` would wait for it.
     """
@@ -86,7 +86,7 @@ def run(
 
 
 def call(function: str, *arguments: Any, environment: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Any:
-    """What `inside.function(*arguments)` returns in a process of its own. Arguments and result are of JSON's types.
+    """Calls `inside.function(*arguments)` in a process of its own. Arguments and result are of JSON's types.
 
     `environment` replaces this process's. What the function or UCX prints is dropped unless the process dies. It has
     `limit_s` seconds, or as many as are left.

@@ -70,7 +70,7 @@ def gpu(seen: Seen, root: Path = system.ROOT, look: Callable[[], str | None] = a
 
 
 def gpu_rdma(root: Path = system.ROOT) -> Finding:
-    """How far GPUs are from RDMA devices."""
+    """Finds the distance of GPUs from RDMA devices."""
     devices = [device for device in system.rdma_devices(root) if any(port.is_up for port in device.ports)]
     pairs = [(gpu, near) for gpu in system.gpus(root) if (near := system.nearest(gpu, devices)) is not None]
     if not pairs:
@@ -85,7 +85,7 @@ def gpu_rdma(root: Path = system.ROOT) -> Finding:
 
 
 def locked_memory(root: Path = system.ROOT) -> Finding:
-    """Whether memory may be registered with an RDMA device."""
+    """True if memory may be registered with an RDMA device."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     evidence = [f"soft limit {_limit(soft)}, hard limit {_limit(hard)}"]
     if system.may_lock(root):

@@ -18,12 +18,12 @@ from .child import ChildError, call, end_after
 from .findings import Finding, found
 
 SMALL_SHM = 64 << 20
-"""What Docker gives a container by default, which vLLM's own documentation tells to raise."""
+"""Docker's default for a container, which vLLM's own documentation tells to raise."""
 FEW_FILES = 1024
 """The usual soft limit. A rank has one or two TCP connections to each rank that it meets: to four engines of 32
 ranks, 256."""
 DEFAULT_PORT = 5680
-"""Of an engine's listener."""
+"""The name of an engine's listener."""
 SERVED_VLLM = ("0.32.", "0.33.")
 AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 """The options of the connector's workers that concern their agents."""
@@ -31,7 +31,7 @@ AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be examined. `worker` and `scheduler` are the connector's checked options; `wrong_variables` are
+    """The things to examine. `worker` and `scheduler` are the connector's checked options; `wrong_variables` are
     those of the environment that are none, with what is wrong with each; `listens` is whether the engine has a
     listener."""
 
@@ -100,12 +100,12 @@ def _examine(asked: Asked) -> Report:
 
 def _library() -> Finding:
     try:
-        told = call("library")
+        answer = call("library")
     except ChildError as error:
         return found("library", "missing", [str(error)])
-    if "error" in told:
-        return found("library", "missing", [told["message"]])
-    return found("library", "loaded", [f"kvferry {told['version']}, C ABI {told['abi']}, at {told['path']}"])
+    if "error" in answer:
+        return found("library", "missing", [answer["message"]])
+    return found("library", "loaded", [f"kvferry {answer['version']}, C ABI {answer['abi']}, at {answer['path']}"])
 
 
 def _options(asked: Asked, is_loaded: bool) -> Finding:
@@ -163,34 +163,34 @@ def _address_and_port(asked: Asked, is_loaded: bool) -> Iterator[Finding]:
         return
     where = {key: asked.scheduler[key] for key in ("host", "bind", "advertise_local") if key in asked.scheduler}
     # A port of the system's choice and no key: what is wrong with those is told by their own findings.
-    told = _call("listen", {**where, "port": 0, "key_file": ""})
+    answer = _call("listen", {**where, "port": 0, "key_file": ""})
     port = int(asked.scheduler.get("port", DEFAULT_PORT))
-    if "error" in told:
-        yield from (found("address", "bad", [told["message"]]), found("port", "unknown"))
+    if "error" in answer:
+        yield from (found("address", "bad", [answer["message"]]), found("port", "unknown"))
         return
-    host = str(told["host"])
+    host = str(answer["host"])
     local = ip_address(host.partition("%")[0]).is_loopback
     given = [f"configured as {where['host']}"] if "host" in where else []
     yield found("address", "local-only" if local else "routable", [host, *given])
-    told = _call("listen", {**where, "port": port, "key_file": ""})
+    answer = _call("listen", {**where, "port": port, "key_file": ""})
     name = f"port {port}" if port else "a free port"
-    if "error" not in told:
+    if "error" not in answer:
         yield found("port", "free", [f"{name} of {host} was bound and freed"])
-    elif told["error"] != "address_in_use":
-        yield found("port", "refused", [told["message"]])
+    elif answer["error"] != "address_in_use":
+        yield found("port", "refused", [answer["message"]])
     elif (engine := peer.listening(host, port, asked.agent)) is not None:
         yield found("port", "engine", [engine, *system.holders(port)])
     else:
-        yield found("port", "in-use", [told["message"], *system.holders(port)])
+        yield found("port", "in-use", [answer["message"], *system.holders(port)])
 
 
 def _call(function: str, *arguments: Any) -> dict[str, Any]:
     """As `call`; a process that died is an error too."""
     try:
-        told: dict[str, Any] = call(function, *arguments)
+        answer: dict[str, Any] = call(function, *arguments)
     except ChildError as error:
         return {"error": "died", "message": str(error)}
-    return told
+    return answer
 
 
 def _key(asked: Asked, is_loaded: bool) -> Finding:
@@ -201,8 +201,8 @@ def _key(asked: Asked, is_loaded: bool) -> Finding:
         return found("key", "none")
     if not is_loaded:
         return found("key", "unknown", [path])
-    told = _call("key", path)
-    return found("key", "unusable" if "error" in told else "usable", [told.get("message", path)])
+    answer = _call("key", path)
+    return found("key", "unusable" if "error" in answer else "usable", [answer.get("message", path)])
 
 
 def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool, has_gpu: bool) -> Iterable[Finding]:

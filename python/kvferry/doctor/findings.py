@@ -1,4 +1,4 @@
-"""What the doctor has found, and how that is told."""
+"""The doctor's findings, and their texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .kinds import KINDS, Case, State
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found. `evidence` are the facts that it rests on, a line each."""
+    """One finding. `evidence` are the facts that it rests on, a line each."""
 
     id: str
     case: str

@@ -1,4 +1,4 @@
-"""What is asked in a process of its own (`child.call`). Arguments and results are of JSON's types.
+"""Functions that run in a process of their own (`child.call`). Arguments and results are of JSON's types.
 
 An error of kvferry's is a result too: `{"error": name, "message": text}`.
 """
@@ -22,7 +22,7 @@ from ..bench import driver
 Result = dict[str, Any]
 
 
-def _told(work: Callable[[], Result]) -> Result:
+def _result(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except KvferryError as error:
@@ -32,7 +32,7 @@ def _told(work: Callable[[], Result]) -> Result:
 
 def library() -> Result:
     """Loads libkvferry: its path, version and ABI."""
-    return _told(lambda: {"path": str(_find.library_path()), "version": _lib.version(), "abi": _lib.abi_version()})
+    return _result(lambda: {"path": str(_find.library_path()), "version": _lib.version(), "abi": _lib.abi_version()})
 
 
 def candidates(ucx_lib: str | None) -> Result:
@@ -42,13 +42,13 @@ def candidates(ucx_lib: str | None) -> Result:
     chosen; that there is none is no error.
     """
 
-    return _told(
+    return _result(
         lambda: _wire.unpack_map("candidates", _lib.ask("kvf_ucx_candidates", _lib.text("ucx_lib", ucx_lib or "")))
     )
 
 
 def outlook(config: Mapping[str, object]) -> Result:
-    """What an agent of this configuration would have. Other UCX in the process are given with their versions."""
+    """The UCX, transports and devices of an agent of this configuration, and other UCX in the process."""
 
     def look() -> Result:
         result = _wire.unpack_map("an outlook", _lib.ask("kvf_ucx_outlook", _wire.pack("config", config)))
@@ -56,7 +56,7 @@ def outlook(config: Mapping[str, object]) -> Result:
         result["others"] = [{"path": path, **ucx_version(path)} for path in result["others"]]
         return result
 
-    return _told(look)
+    return _result(look)
 
 
 def ucx_version(path: str) -> Result:
@@ -71,7 +71,7 @@ def ucx_version(path: str) -> Result:
 
 
 def key(key_file: str | None) -> Result:
-    """Whether the key file can be used: a listener on the loopback reads it."""
+    """True if the key file can be used: a listener on the loopback reads it."""
 
     def look() -> Result:
         config: dict[str, object] = {"engine_id": "doctor", "host": "127.0.0.1"}
@@ -80,7 +80,7 @@ def key(key_file: str | None) -> Result:
         Listener(config).close()
         return {}
 
-    return _told(look)
+    return _result(look)
 
 
 def listen(config: Mapping[str, object]) -> Result:
@@ -91,7 +91,7 @@ def listen(config: Mapping[str, object]) -> Result:
             host, port = listener.address
         return {"host": host, "port": port}
 
-    return _told(look)
+    return _result(look)
 
 
 def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) -> list[Result]:
@@ -101,7 +101,7 @@ def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) 
 
     def start_worker() -> Result:
         # No file is made or written, and nobody connects.
-        unused = {"rehearse": False, "trace": "", "request_log": ""}
+        unused = {"warm_up": False, "trace": "", "request_log": ""}
         tried = Worker({"engine_id": "check", **worker, **unused})
         # It has started, however long its end takes.
         with suppress(KvferryError):
@@ -112,8 +112,8 @@ def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) 
         with Scheduler({"engine_id": "check", "groups": [{"kind": "full", "block_size": 1}], **(scheduler or {})}):
             return {}
 
-    told = [_told(start_worker)] if scheduler is None else [_told(start_worker), _told(start_scheduler)]
-    return [result for result in told if result]
+    answer = [_result(start_worker)] if scheduler is None else [_result(start_worker), _result(start_scheduler)]
+    return [result for result in answer if result]
 
 
 def cuda() -> str | None:
@@ -122,7 +122,7 @@ def cuda() -> str | None:
 
 
 def is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine: only then can a socket be bound to it."""
+    """True if `host` is an address of this machine: only then can a socket be bound to it."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as tried:
@@ -134,14 +134,14 @@ def is_here(host: str) -> bool:
 
 
 def verbs(libucp: str, module: str) -> dict[str, Any]:
-    """What UCX's module for verbs loads: why it cannot be, its libibverbs, and the devices that this one knows."""
-    told: dict[str, Any] = {"error": "", "libibverbs": "libibverbs", "devices": []}
+    """Loads UCX's module for verbs: the error, its libibverbs, and the devices that this one knows."""
+    answer: dict[str, Any] = {"error": "", "libibverbs": "libibverbs", "devices": []}
     try:
         # The module needs libraries that lie beside libucp.
         ctypes.CDLL(libucp)
         ctypes.CDLL(module)
     except OSError as error:
-        return {**told, "error": str(error)}
+        return {**answer, "error": str(error)}
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     path = next((line[line.index("/") :] for line in maps.splitlines() if "/libibverbs" in line), "libibverbs.so.1")
     library = ctypes.CDLL(path)
@@ -150,7 +150,7 @@ def verbs(libucp: str, module: str) -> dict[str, Any]:
     number = ctypes.c_int()
     devices = library.ibv_get_device_list(ctypes.byref(number))
     names = [library.ibv_get_device_name(devices[at]).decode(errors="replace") for at in range(number.value)]
-    return {**told, "libibverbs": path, "devices": names}
+    return {**answer, "libibverbs": path, "devices": names}
 
 
 def survey(
@@ -165,10 +165,10 @@ def survey(
         answer = _wire.unpack_map("a survey", _lib.ask("kvf_handshake_survey", _lib.text("host", host), port, packed))
         result: Result = {"survey": answer["survey"]}
         if agent is not None:
-            result["routes"] = _told(lambda: {"ranks": _routes(agent, answer["agents"], deadline)})
+            result["routes"] = _result(lambda: {"ranks": _routes(agent, answer["agents"], deadline)})
         return result
 
-    return _told(look)
+    return _result(look)
 
 
 def _routes(config: Mapping[str, object], agents: list[bytes], deadline: float) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Whether stock NIXL finds kvferry's plug-in, and whether that works."""
+"""Tries if stock NIXL finds kvferry's plug-in, and if that works."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _path(asked: Asked, survey: Mapping[str, Any], routes: Mapping[str, Any] | N
 
 
 def _is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine. Names are looked up elsewhere: that may take long."""
+    """True if `host` is an address of this machine. Names are resolved elsewhere: that may take long."""
     try:
         return bool(call("is_here", host, limit_s=left() / 2))
     except ChildError:

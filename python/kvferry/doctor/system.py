@@ -60,7 +60,7 @@ class RdmaPort:
 
     @property
     def is_up(self) -> bool:
-        """Whether bytes can go through it."""
+        """True if bytes can go through it."""
         return "ACTIVE" in self.state
 
 
@@ -162,7 +162,7 @@ _CAP_IPC_LOCK = 14
 
 
 def may_lock(root: Path = ROOT) -> bool:
-    """Whether this process may lock memory beyond RLIMIT_MEMLOCK."""
+    """True if this process may lock memory beyond RLIMIT_MEMLOCK."""
     for line in (read(root / "proc/self/status") or "").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
@@ -190,7 +190,7 @@ def container(root: Path = ROOT) -> list[str]:
 
 
 def holders(port: int, root: Path = ROOT) -> list[str]:
-    """Who listens on a TCP port of this machine: address, and process where this user may see it."""
+    """The listeners on a TCP port of this machine: address, and process where this user may see it."""
     found = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in (read(root / "proc/net" / table) or "").splitlines()[1:]:

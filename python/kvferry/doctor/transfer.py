@@ -81,7 +81,7 @@ def moved(id: str, config: Mapping[str, object], fast: tuple[str, ...], kind: st
 
 
 def same_host() -> Finding:
-    """Whether a process may read one that is not its child."""
+    """True if a process may read one that is not its child."""
     copied, number, right, why = None, 0, False, ""
     try:
         with (

@@ -32,7 +32,7 @@ SETTINGS = ("TLS", "NET_DEVICES")
 
 @dataclass
 class Seen:
-    """What was seen of UCX. `resources` are pairs of transport and device; `available` those without the settings that
+    """The state of UCX. `resources` are pairs of transport and device; `available` those without the settings that
     choose among them, `lost` the classes that the settings leave nothing of; `networks` are the network devices."""
 
     candidates: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def is_open(self) -> bool:
-        """Whether UCX was opened and made a context."""
+        """True if UCX was opened and made a context."""
         return self.info is not None and not self.error
 
     @property

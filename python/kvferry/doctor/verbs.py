@@ -1,4 +1,4 @@
-"""What stands between a UCX and RDMA devices: its module for verbs, libibverbs, and the providers of that."""
+"""The layers between a UCX and RDMA devices: its module for verbs, libibverbs, and the providers of that."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def verbs(seen: Seen) -> Verbs:
     if module is None:
         return Verbs(None, text=f"{folder / MODULE}.so.0")
     try:
-        told = call("verbs", str(libucp), str(module))
+        answer = call("verbs", str(libucp), str(module))
     except ChildError as error:
         return Verbs(str(module), error=str(error))
-    return Verbs(str(module), told["error"], told["libibverbs"], tuple(told["devices"]))
+    return Verbs(str(module), answer["error"], answer["libibverbs"], tuple(answer["devices"]))
 
 
 def module_of(folder: Path) -> Path | None:

@@ -56,7 +56,8 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
             here[setting["key"]] = setting["value"]
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):
-                sides[part][setting["key"]] = setting["value"]
+                # Under its earlier name the library warns of it.
+                sides[part][setting["former"] or setting["key"]] = setting["value"]
     return Options(worker=sides["worker"], scheduler=sides["scheduler"], **here)
 
 

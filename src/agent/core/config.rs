@@ -10,7 +10,7 @@ use serde_json::Map;
 
 use crate::agent::core::limits::MAX_WAITING;
 use crate::error::{Error, Result};
-use crate::settings::{Part, defaults, micros, millis};
+use crate::settings::{Component, defaults, micros, millis};
 
 /// Which of UCX's transports to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -118,7 +118,7 @@ pub struct AgentConfig {
     pub verify: bool,
     /// Whether the agent connects to a stand-in within its process at its start, so that first contact with a peer of this
     /// host does not wait for UCX to weigh its protocols; the start takes some hundredths of a second longer. Default: yes.
-    pub rehearse: bool,
+    pub warm_up: bool,
     /// Whether times of transfers are counted in histograms. Default: yes.
     pub telemetry: bool,
     /// A file that is kept up to date with the agent's figures and those of each peer, in Prometheus' text format. `%p` in it
@@ -139,7 +139,7 @@ fn yes() -> bool {
 
 impl Default for AgentConfig {
     fn default() -> Self {
-        defaults(Part::Agent, Map::new())
+        defaults(Component::Agent, Map::new())
     }
 }
 
@@ -209,7 +209,7 @@ mod tests {
 
     fn parsed(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
         let map: BTreeMap<_, _> = pairs.iter().copied().collect();
-        parse_config(Part::Agent, &rmp_serde::to_vec_named(&map).unwrap())
+        parse_config(Component::Agent, &rmp_serde::to_vec_named(&map).unwrap())
     }
 
     #[test]

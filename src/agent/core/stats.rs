@@ -203,10 +203,10 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::proto::stats::{METRICS, Scope};
+    use crate::proto::stats::{METRICS, MetricScope};
 
     /// Compares the fields of a struct, but for those of a route, with the table.
-    fn compare(stats: &impl Serialize, scope: Scope) {
+    fn compare(stats: &impl Serialize, scope: MetricScope) {
         let value = serde_json::to_value(stats).unwrap_or_default();
         let is_figure = |key: &&str| !["name", "lanes", "host", "device", "mixed"].contains(key);
         let fields: BTreeSet<&str> =
@@ -218,8 +218,8 @@ mod tests {
 
     #[test]
     fn metrics_table_has_every_figure_once() {
-        compare(&AgentStats::default(), Scope::Agent);
-        compare(&PeerStats::default(), Scope::Peer);
+        compare(&AgentStats::default(), MetricScope::Agent);
+        compare(&PeerStats::default(), MetricScope::Peer);
     }
 
     #[test]

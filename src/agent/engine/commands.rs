@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn unanswered_registration_and_connection_are_undone() {
         let shared = Arc::new(Shared::new(1).unwrap());
-        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
+        let config = AgentConfig { warm_up: false, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
         let range = MemoryRange::leaked(4096);
         // The caller has given up before: the memory may be freed, and is not touched.
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn registrations_are_bounded_at_a_time_and_in_all() {
         let shared = Arc::new(Shared::new(1).unwrap());
-        let config = AgentConfig { rehearse: false, transport: Transport::Tcp, ..AgentConfig::default() };
+        let config = AgentConfig { warm_up: false, transport: Transport::Tcp, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
         let range = MemoryRange::leaked(4096);
         let first = engine.register(range).unwrap();

@@ -254,7 +254,7 @@ impl DataPort {
         if has_news && let Some(left_out) = self.log.pass(now) {
             log::warn!(
                 "agent {name}: this process has few of the {} files left that it may open; {ended} connections to the data \
-                 port that said nothing were ended; raise the limit (ulimit -n) ({left_out} such lines left out)",
+                 port that said nothing were ended; raise the limit (ulimit -n) ({left_out} similar lines suppressed)",
                 open_files()
             );
         }

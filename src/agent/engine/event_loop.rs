@@ -263,7 +263,7 @@ impl Thread {
                 // Until then every news of the descriptor wakes it.
                 self.vain = 0;
                 if let Some(left_out) = self.log.pass(Instant::now()) {
-                    log::warn!("agent {}: {error} ({left_out} such lines left out)", self.name);
+                    log::warn!("agent {}: {error} ({left_out} similar lines suppressed)", self.name);
                 }
             }
         }

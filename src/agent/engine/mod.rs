@@ -118,11 +118,11 @@ impl Engine {
             // Where nobody had used the driver, UCX has now.
             cuda::stay_out_of_captures();
             if context.resources().iter().any(Resource::is_shared_memory) {
-                check_shared_memory(SHARED_BYTES * if config.rehearse { 2 } else { 1 })?;
+                check_shared_memory(SHARED_BYTES * if config.warm_up { 2 } else { 1 })?;
             }
             data_port::make_worker(&config, is_keyed, &rpc, context)
         })?;
-        if config.rehearse {
+        if config.warm_up {
             match data_port.spare_context() {
                 Ok(context) => warm_up(&config.name, &worker, &context),
                 Err(error) => log::info!("agent {}: first connections will take longer: {error}", config.name),

@@ -27,7 +27,7 @@ pub(super) fn config(name: &str, transport: Transport) -> AgentConfig {
     AgentConfig {
         name: name.to_owned(),
         transport,
-        rehearse: false,
+        warm_up: false,
         copy_threads: 1,
         // A peer that is asked may stand still for a while on a busy machine.
         cancel_grace: Duration::from_secs(60),

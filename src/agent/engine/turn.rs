@@ -364,12 +364,8 @@ mod tests {
 
     impl Pair {
         fn new(transport: Transport) -> Pair {
-            let config = |name: &str| AgentConfig {
-                name: name.to_owned(),
-                transport,
-                rehearse: false,
-                ..AgentConfig::default()
-            };
+            let config =
+                |name: &str| AgentConfig { name: name.to_owned(), transport, warm_up: false, ..AgentConfig::default() };
             let other = Agent::start(config("b")).unwrap();
             let far = MemoryRange::leaked_with((0..LEN).map(|at| (at * 31 + at / 251) as u8).collect());
             other.register(far).unwrap();

@@ -4,7 +4,7 @@
 //! for its properties again for every one of them: most of the time from first contact to the first byte. It keeps what it
 //! found for the worker's later connections of the same kind. So an agent connects at its start to a worker of its own
 //! process, which UCX reaches as any process of this host. `kvferry bench handshake` prints what a first contact takes, with
-//! and without (`KVFERRY_REHEARSE=0`).
+//! and without (`KVFERRY_WARM_UP=0`).
 //!
 //! UCX tells peers of other hosts apart by their addresses, and weighs anew for the first of them.
 
@@ -25,8 +25,8 @@ const LENGTHS: [usize; 3] = [256, 16 << 10, CHUNK_BYTES as usize];
 pub(crate) fn warm_up(name: &str, worker: &Worker, context: &Arc<Context>) {
     let begun = Instant::now();
     match meet(worker, context) {
-        Ok(()) => log::debug!("agent {name}: rehearsed a connection for {:?}", begun.elapsed()),
-        Err(error) => log::info!("agent {name}: first connections will take longer, rehearsing one failed: {error}"),
+        Ok(()) => log::debug!("agent {name}: warmed up a connection in {:?}", begun.elapsed()),
+        Err(error) => log::info!("agent {name}: the first connections take longer, the warm-up failed: {error}"),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::agent::core::event::Direction;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::batch::ITEM_BYTES;
-use crate::mem::cuda::copier::Pairs;
+use crate::mem::cuda::copier::PairTable;
 use crate::proto::plan::Segment;
 use crate::proto::wire::MemoryKind;
 
@@ -71,7 +71,7 @@ impl Path for DeviceCopy {
 fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64) -> Result<()> {
     let direction = turn.transfer.direction();
     // The pairs that were added last: of which list, from where on. Most segments share one list.
-    let mut added: Option<(u32, usize, Pairs)> = None;
+    let mut added: Option<(u32, usize, PairTable)> = None;
     while let Some(first) = turn.next_of(profile) {
         let (local, remote) = (first.local_region, first.remote_region);
         let imported = match turn.device_copies.importing(device) {

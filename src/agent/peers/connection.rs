@@ -13,7 +13,7 @@ use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::OLDEST;
 use crate::secret::{Channel, Initiator};
-use crate::ucx::{Endpoint, Part, Posted, UcxError};
+use crate::ucx::{Endpoint, MessagePart, Posted, UcxError};
 
 /// A connection and what waits to go over it.
 pub(crate) struct Connection {
@@ -136,7 +136,7 @@ impl Connection {
     pub(super) fn send_parts(
         &mut self,
         frame: Frame,
-        parts: &[Part],
+        parts: &[MessagePart],
         operation: InFlight,
         operations: &mut Operations,
     ) -> Result<bool> {

@@ -379,7 +379,7 @@ impl Peers {
         stats.messages_dropped += 1;
         if let Some(left_out) = self.drop_log.pass(now) {
             let name = &self.local.name;
-            log::warn!("agent {name}: a message was dropped: {error} ({left_out} such lines left out)");
+            log::warn!("agent {name}: a message was dropped: {error} ({left_out} similar lines suppressed)");
         }
     }
 
@@ -388,7 +388,7 @@ impl Peers {
         if let Some(left_out) = self.drop_log.pass(now) {
             log::warn!(
                 "agent {}: a message was refused: it was announced by rendezvous, which no agent does unless UCX_RNDV_THRESH \
-                 is set for an older kvferry ({left_out} such lines left out)",
+                 is set for an older kvferry ({left_out} similar lines suppressed)",
                 self.local.name
             );
         }

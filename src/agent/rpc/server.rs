@@ -21,7 +21,7 @@ use crate::agent::core::limits::{MAX_WAITING, PART_BYTES};
 use crate::agent::core::regions::{Hold, Regions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MemoryKind;
-use crate::ucx::{MAX_PARTS, Part, Worker};
+use crate::ucx::{MAX_PARTS, MessagePart, Worker};
 
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only. With less the socket runs dry while
 /// the next reply is made.
@@ -57,7 +57,7 @@ pub(crate) enum Payload {
     /// Bytes of its own.
     Bytes(Vec<u8>),
     /// Parts of registered regions, which UCX sends from where they are.
-    Parts { parts: Vec<Part>, holds: Vec<Hold> },
+    Parts { parts: Vec<MessagePart>, holds: Vec<Hold> },
 }
 
 impl Payload {
@@ -162,9 +162,9 @@ pub(crate) fn read(
     Ok(Payload::Bytes(bytes))
 }
 
-fn part_of(regions: &Regions, piece: &Piece) -> Option<Part> {
+fn part_of(regions: &Regions, piece: &Piece) -> Option<MessagePart> {
     let memory = Arc::clone(regions.memory(piece.region)?);
-    Some(Part { memory, offset: usize::try_from(piece.offset).ok()?, len: piece.len as usize })
+    Some(MessagePart { memory, offset: usize::try_from(piece.offset).ok()?, len: piece.len as usize })
 }
 
 /// Does what a write request asks for. The reply is empty.

@@ -11,7 +11,7 @@ use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::refusals::Refusals;
 use crate::agent::core::regions::Hold;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::cuda::staging::{Stage, Ticket};
+use crate::mem::cuda::staging::{Stage, StagedCopy};
 
 /// What to run once the bytes have arrived.
 pub(crate) enum Continuation {
@@ -82,7 +82,7 @@ struct Waiting {
 
 struct Device {
     stage: Stage,
-    under_way: BTreeMap<Ticket, Continuation>,
+    under_way: BTreeMap<StagedCopy, Continuation>,
     waiting: VecDeque<Waiting>,
 }
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::batch::{Batch, Pair, Stretch};
+use super::batch::{AddressPair, CopyBatch, CopyRun};
 use super::ipc::Imported;
 use super::{PrimaryContext, is_refusal, ok};
 use crate::error::{Error, ErrorKind, Result};
@@ -39,7 +39,7 @@ pub struct Copier {
     blocks: u32,
     /// From which length on the driver copies a piece.
     long: u64,
-    batches: Vec<Batch>,
+    batches: Vec<CopyBatch>,
     /// The batch that is being made, and the oldest one under way; they go round.
     making: usize,
     oldest: usize,
@@ -49,7 +49,7 @@ pub struct Copier {
 unsafe impl Send for Copier {}
 
 impl Copier {
-    /// For the device of `context`; pieces of at least `long` bytes are left to the driver.
+    /// A copier for the device of `context`. Pieces of at least `long` bytes are left to the driver.
     ///
     /// # Errors
     /// [`ErrorKind::Cuda`] when the driver has no room for it or does not take the kernel.
@@ -81,7 +81,7 @@ impl Copier {
         }
         copier.blocks = context.processors()?.saturating_mul(BLOCKS_PER_PROCESSOR).max(1);
         for _ in 0..BATCHES {
-            let batch = Batch::new()?;
+            let batch = CopyBatch::new()?;
             copier.batches.push(batch);
         }
         Ok(copier)
@@ -112,14 +112,14 @@ impl Copier {
     }
 
     /// The batch that is being made; none while all are under way.
-    fn batch(&mut self) -> Result<&mut Batch> {
+    fn batch(&mut self) -> Result<&mut CopyBatch> {
         let batch = self.batches.get_mut(self.making).filter(|batch| !batch.launched);
         batch.ok_or_else(|| Error::new(ErrorKind::Exhausted, "all batches are under way"))
     }
 
-    /// How many stretches and pairs it has room for.
+    /// How many runs and pairs it has room for.
     fn room(&self) -> (usize, usize) {
-        self.batches.get(self.making).filter(|batch| !batch.launched).map_or((0, 0), Batch::room)
+        self.batches.get(self.making).filter(|batch| !batch.launched).map_or((0, 0), CopyBatch::room)
     }
 
     /// How much of a piece of `len` bytes fits the batch. Nothing does while all batches are under way.
@@ -130,18 +130,23 @@ impl Copier {
         }
     }
 
-    /// For adding pieces of a registered range of memory of this device and of a region of another agent to the batch.
+    /// Adds pieces of a registered range of this device and of another agent's region to the batch.
     ///
     /// The owners of both promised ([`MemoryRange::new`]) that they are there and may be read and written while they are
     /// registered; the caller keeps the range registered until the batch has ended, and the batch keeps the mapping.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for memory that is not this device's.
-    pub fn between(&mut self, direction: Direction, here: MemoryRange, there: &Arc<Imported>) -> Result<Between<'_>> {
+    pub fn between(
+        &mut self,
+        direction: Direction,
+        here: MemoryRange,
+        there: &Arc<Imported>,
+    ) -> Result<RegionCopier<'_>> {
         if here.kind() != (MemoryKind::Cuda { device: self.context.ordinal() }) {
             return Err(Error::invalid(format!("{here} is not of CUDA device {}", self.context.ordinal())));
         }
-        Ok(Between { copier: self, direction, here, there: Arc::clone(there), is_held: false })
+        Ok(RegionCopier { copier: self, direction, here, there: Arc::clone(there), is_held: false })
     }
 
     /// Keeps a mapping until the batch that is being made has ended.
@@ -166,9 +171,9 @@ impl Copier {
         }
         if len < self.long {
             let batch = self.batch()?;
-            let pairs = batch.add_pairs(1, [Pair { from: 0, to: 0 }])?;
-            // SAFETY: this function's contract; a stretch without strides is one place.
-            return unsafe { batch.add_stretch(pairs, 1, Stretch::new((from, 0), (to, 0), len)) };
+            let pairs = batch.add_pairs(1, [AddressPair { from: 0, to: 0 }])?;
+            // SAFETY: this function's contract; a run without strides is one place.
+            return unsafe { batch.add_run(pairs, 1, CopyRun::new((from, 0), (to, 0), len)) };
         }
         let Some(batch) = self.batches.get_mut(self.making) else { return Ok(()) };
         let _entered = self.context.enter()?;
@@ -180,7 +185,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Gives up the batch that is being made, unless the driver has begun any of it.
+    /// Drops the batch that is being made, unless the driver has begun any of it.
     pub fn discard(&mut self) {
         if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched && batch.by_driver == 0) {
             batch.clear();
@@ -209,7 +214,7 @@ impl Copier {
         self.stream.is_null() || is_over(self.stream)
     }
 
-    /// Whether the oldest batch that was launched has ended, and how; `None` while it has not, or there is none.
+    /// The result of the oldest launched batch. `None` while it has not ended, or there is none.
     pub fn next_ended(&mut self) -> Option<Result<()>> {
         let batch = self.batches.get_mut(self.oldest).filter(|batch| batch.launched)?;
         let seen = if batch.is_marked {
@@ -241,18 +246,18 @@ fn function(module: sys::CUmodule, name: &CStr) -> Result<sys::CUfunction> {
 }
 
 /// Two regions, see [`Copier::between`].
-pub struct Between<'a> {
+pub struct RegionCopier<'a> {
     copier: &'a mut Copier,
     direction: Direction,
     here: MemoryRange,
     there: Arc<Imported>,
-    /// Whether the batch has the mapping.
+    /// True if the batch has the mapping.
     is_held: bool,
 }
 
-/// Pairs of block ids in a batch, for stretches of it.
+/// Pairs of block ids in a batch, for runs of it.
 #[derive(Debug, Clone, Copy)]
-pub struct Pairs {
+pub struct PairTable {
     /// The batch, by a number that no other has.
     batch: u64,
     at: u32,
@@ -262,19 +267,19 @@ pub struct Pairs {
     there: u32,
 }
 
-impl Between<'_> {
-    /// How much of a piece of `len` bytes fits the batch if that is not to have more than `most` bytes.
+impl RegionCopier<'_> {
+    /// The bytes of a piece of `len` bytes that fit the batch, which has at most `most`.
     pub fn fits(&self, len: u64, most: u64) -> u64 {
         self.copier.fits(len.min(most.saturating_sub(self.copier.bytes())))
     }
 
-    /// Whether blocks of `len` bytes can be added as they are: not those that are left to the driver.
+    /// True if blocks of `len` bytes can be added as they are. Some are left to the driver.
     pub fn takes_blocks(&self, len: u64) -> bool {
         len < self.copier.long
     }
 
-    /// Of how many blocks `len` bytes each fit the batch, likewise; `pairs` of them are in it already.
-    pub fn fits_blocks(&self, len: u64, most: u64, pairs: Option<&Pairs>) -> usize {
+    /// The number of blocks of `len` bytes that fit the batch. `pairs` of them are in it already.
+    pub fn fits_blocks(&self, len: u64, most: u64, pairs: Option<&PairTable>) -> usize {
         let by_bytes = most.saturating_sub(self.copier.bytes()).checked_div(len).unwrap_or(u64::MAX);
         let by_bytes = usize::try_from(by_bytes).unwrap_or(usize::MAX);
         match self.copier.room() {
@@ -283,8 +288,8 @@ impl Between<'_> {
         }
     }
 
-    /// Adds `len` bytes at offset `here` of the range and `there` of the region, no more than fits. The pieces of a batch are
-    /// copied in any order.
+    /// Adds `len` bytes at offset `here` of the range and `there` of the region. No more than fits. The pieces of a
+    /// batch are copied in any order.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfRange`] for bytes that leave either; what the driver says. What was added before is still to be
@@ -302,24 +307,24 @@ impl Between<'_> {
     ///
     /// # Errors
     /// [`ErrorKind::Exhausted`] for more than fit.
-    pub fn pairs(&mut self, here: &[u32], there: &[u32]) -> Result<Pairs> {
+    pub fn pairs(&mut self, here: &[u32], there: &[u32]) -> Result<PairTable> {
         let len = here.len().min(there.len());
         let highest = |ids: &[u32]| ids.iter().max().copied().unwrap_or(0);
         let (from, to) = self.in_order(here, there);
-        let both = from.iter().zip(to).map(|(&from, &to)| Pair { from, to });
+        let both = from.iter().zip(to).map(|(&from, &to)| AddressPair { from, to });
         let batch = self.copier.batch()?;
         let at = batch.add_pairs(len, both)?;
-        Ok(Pairs { batch: batch.number, at, len, here: highest(here), there: highest(there) })
+        Ok(PairTable { batch: batch.number, at, len, here: highest(here), there: highest(there) })
     }
 
     /// Adds blocks of `len` bytes: the first `count` of `pairs`. A block is at an offset and so many times a stride as its id
     /// says, in the range as in the region.
     ///
     /// # Errors
-    /// As [`Between::push`]; [`ErrorKind::InvalidArgument`] for pairs of another batch.
+    /// As [`RegionCopier::push`]; [`ErrorKind::InvalidArgument`] for pairs of another batch.
     pub fn push_blocks(
         &mut self,
-        (pairs, count): (&Pairs, usize),
+        (pairs, count): (&PairTable, usize),
         here: (u64, u64),
         there: (u64, u64),
         len: u64,
@@ -337,10 +342,10 @@ impl Between<'_> {
         let (from, to) = self.in_order(ours, theirs);
         self.hold();
         // SAFETY: as in `push`, for each of them.
-        unsafe { self.copier.batch()?.add_stretch(pairs.at, count, Stretch::new(from, to, len)) }
+        unsafe { self.copier.batch()?.add_run(pairs.at, count, CopyRun::new(from, to, len)) }
     }
 
-    /// What is of this side and what is of the other, as source and destination.
+    /// Orders a local and a remote thing as source and destination.
     fn in_order<T>(&self, here: T, there: T) -> (T, T) {
         match self.direction {
             Direction::Read => (there, here),

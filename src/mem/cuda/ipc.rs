@@ -1,7 +1,7 @@
 //! Device memory of other processes of this host, by CUDA's handles for that.
 //!
-//! A mapping keeps the memory that it shows alive, whatever its owner does: it stays until the owner has freed the memory and
-//! the mapping is gone. So whoever maps a region must let go of it when its owner deregisters it.
+//! A mapping keeps the memory that it shows alive: it stays until the owner has freed the memory and the mapping is gone. So
+//! a peer that maps a region must unmap it when its owner deregisters it.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -133,31 +133,31 @@ fn export_descriptor(addr: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Whether the addresses of a registered range are mapped to several allocations, in the current context, which is its device's; also
-/// if the driver does not tell.
+/// True if a registered range's addresses are mapped to several allocations. Asked in the current context, which is
+/// its device's; true also if the driver does not tell.
 pub fn is_scattered(range: &MemoryRange) -> bool {
     matches!(range.kind(), MemoryKind::Cuda { .. })
         && !allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) >= range.end())
 }
 
-/// A region of device memory of another agent, as a device of this process reaches it.
+/// A region of another agent's device memory, mapped for a device of this process.
 pub struct Imported {
-    _mapped: Mapped,
+    _mapped: MappedMemory,
     addr: u64,
     len: u64,
 }
 
-/// What is undone when it is dropped, by an [`Unmapper`] where it has a queue.
-struct Mapped {
+/// A mapping that its drop undoes, by an [`Unmapper`] where it has a queue.
+struct MappedMemory {
     context: Arc<PrimaryContext>,
-    mapping: Mapping,
+    mapping: IpcMapping,
     queue: Option<Queue>,
     /// Gone when nothing is mapped any more.
     trace: Arc<()>,
 }
 
-/// What is to be undone.
-enum Mapping {
+/// The mappings to undo.
+enum IpcMapping {
     /// Nothing: memory of this process, or not mapped.
     None,
     /// An allocation that was opened by its handle.
@@ -167,8 +167,8 @@ enum Mapping {
 }
 
 impl Imported {
-    /// Maps the `len` bytes of a region that its owner, process `pid`, has exported, for the device of `context`. When it is
-    /// dropped, `unmapper` undoes that, and then drops `trace`.
+    /// Maps the `len` bytes of a region exported by process `pid`, for the device of `context`. When it is dropped,
+    /// `unmapper` undoes that, and then drops `trace`.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Unsupported`] when
@@ -183,11 +183,11 @@ impl Imported {
     ) -> Result<Imported> {
         let _entered = context.enter()?;
         let queue = Some(unmapper.queue());
-        let mut mapped = Mapped { context: Arc::clone(context), mapping: Mapping::None, queue, trace };
+        let mut mapped = MappedMemory { context: Arc::clone(context), mapping: IpcMapping::None, queue, trace };
         let (base, room) = match exported.pieces.as_slice() {
             [] => {
                 let base = open_whole(&exported.handle)?;
-                mapped.mapping = Mapping::Whole(base);
+                mapped.mapping = IpcMapping::Whole(base);
                 let (start, size) = allocation(base)?;
                 (base, start.saturating_add(size).saturating_sub(base))
             }
@@ -223,7 +223,7 @@ impl Imported {
         }
         // SAFETY: the range is only looked up. Its owner has promised for it what is promised for any (`MemoryRange::new`).
         super::check_device(&unsafe { MemoryRange::new(addr, len, MemoryKind::Cuda { device }) }?, device)?;
-        let mapped = Mapped { context: Arc::clone(context), mapping: Mapping::None, queue: None, trace };
+        let mapped = MappedMemory { context: Arc::clone(context), mapping: IpcMapping::None, queue: None, trace };
         Ok(Imported { _mapped: mapped, addr, len })
     }
 
@@ -242,23 +242,23 @@ impl Imported {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedMemory {
     fn drop(&mut self) {
-        let mapping = std::mem::replace(&mut self.mapping, Mapping::None);
-        if matches!(mapping, Mapping::None) {
+        let mapping = std::mem::replace(&mut self.mapping, IpcMapping::None);
+        if matches!(mapping, IpcMapping::None) {
             return;
         }
         if let Some(queue) = self.queue.take() {
             let (context, trace) = (Arc::clone(&self.context), Arc::clone(&self.trace));
             // Comes back, and is undone here, where the thread has ended.
-            let _ = queue.send(Some(Box::new(Mapped { context, mapping, queue: None, trace })));
+            let _ = queue.send(Some(Box::new(MappedMemory { context, mapping, queue: None, trace })));
             return;
         }
         let closed = self.context.enter().and_then(|_entered| match mapping {
-            Mapping::None => Ok(()),
+            IpcMapping::None => Ok(()),
             // SAFETY: opened by `open`, closed once. Whoever copies from or to it holds it (`Copier`).
-            Mapping::Whole(base) => ok("cuIpcCloseMemHandle", unsafe { sys::cuIpcCloseMemHandle(base) }),
-            Mapping::Pieces { base, len, pieces } => unmap_pieces(base, len, &pieces),
+            IpcMapping::Whole(base) => ok("cuIpcCloseMemHandle", unsafe { sys::cuIpcCloseMemHandle(base) }),
+            IpcMapping::Pieces { base, len, pieces } => unmap_pieces(base, len, &pieces),
         });
         if let Err(error) = closed {
             // At the end of the process the driver may be down already.
@@ -298,7 +298,7 @@ fn open_whole(bytes: &[u8]) -> Result<u64> {
 }
 
 /// Maps pieces one behind the other. Returns where and how many bytes.
-fn map_pieces(to: &mut Mapped, pieces: &[DevicePiece], pid: i32) -> Result<(u64, u64)> {
+fn map_pieces(to: &mut MappedMemory, pieces: &[DevicePiece], pid: i32) -> Result<(u64, u64)> {
     let too_long = || Error::corrupt("pieces of device memory that do not fit the address space together");
     let total = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len)).ok_or_else(too_long)?;
     let len = usize::try_from(total).map_err(|_| too_long())?;
@@ -354,7 +354,7 @@ fn map_pieces(to: &mut Mapped, pieces: &[DevicePiece], pid: i32) -> Result<(u64,
         // SAFETY: all of these addresses are mapped.
         reached("cuMemSetAccess", unsafe { sys::cuMemSetAccess(base, len, &access, 1) })
     })();
-    to.mapping = Mapping::Pieces { base, len, pieces: mapped };
+    to.mapping = IpcMapping::Pieces { base, len, pieces: mapped };
     result.map(|()| (base, total))
 }
 

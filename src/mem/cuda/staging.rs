@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::batch::BATCH_STRETCHES;
+use super::batch::BATCH_RUNS;
 use super::copier::{BATCHES, Copier};
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
@@ -26,17 +26,17 @@ const LONG_BYTES: u64 = 16 << 10;
 
 /// A staged copy, see [`Stage::begin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ticket(usize);
+pub struct StagedCopy(usize);
 
-/// What is known of a slot of the pinned memory.
+/// The state of a slot of the pinned memory.
 #[derive(Default)]
-struct Slot {
+struct StageSlot {
     is_taken: bool,
     /// Bytes in it.
     len: usize,
     /// Launches for it that have not ended.
     launches: usize,
-    /// What has gone wrong.
+    /// The first error.
     error: Option<Error>,
 }
 
@@ -45,7 +45,7 @@ pub struct Stage {
     copier: Copier,
     /// [`SLOTS`] times [`STAGED_BYTES`] of pinned memory.
     pinned: *mut u8,
-    slots: [Slot; SLOTS],
+    slots: [StageSlot; SLOTS],
     /// The slots of the launches under way, in the order of their ends.
     running: VecDeque<usize>,
 }
@@ -57,7 +57,7 @@ impl Stage {
     /// Takes time, and may wait for the device.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's errors.
     pub fn new(device: u32) -> Result<Stage> {
         let context = Arc::new(PrimaryContext::retain(device)?);
         let copier = Copier::new(Arc::clone(&context), LONG_BYTES)?;
@@ -69,9 +69,9 @@ impl Stage {
         Ok(Stage { copier, pinned: pinned.cast(), slots: Default::default(), running: VecDeque::new() })
     }
 
-    /// Begins to copy parts of registered ranges of the device's memory, [`STAGED_BYTES`] together at most; with `data`, as long
-    /// as all of them together, to put that in place, which has been taken when this returns. `None`, with nothing done, while
-    /// others take all the room. [`Stage::next_ended`] tells when the bytes are there, for [`Stage::take`].
+    /// Begins to copy parts of registered device memory, [`STAGED_BYTES`] together at most. With `data`, as long as
+    /// all of them together, it puts that in place; the data are taken when this returns. `None`, with nothing done,
+    /// while others take all the room. [`Stage::next_ended`] tells when the bytes are there, for [`Stage::take`].
     ///
     /// The owners of the ranges promised ([`MemoryRange::new`](crate::mem::MemoryRange::new)) that they are mapped while they are
     /// registered; the caller keeps them registered until the copy has ended.
@@ -79,18 +79,18 @@ impl Stage {
     /// # Errors
     /// [`ErrorKind::OutOfRange`] for what leaves its range or is too much; [`ErrorKind::Corrupt`] for data of another length; what
     /// the driver says. Nothing is under way then.
-    pub fn begin(&mut self, iovs: &[Iov], data: Option<&[u8]>) -> Result<Option<Ticket>> {
+    pub fn begin(&mut self, iovs: &[Iov], data: Option<&[u8]>) -> Result<Option<StagedCopy>> {
         let place = |iov: &Iov| Ok((iov.range.slice(iov.offset, iov.len.into())?, iov.len as usize));
         let places = iovs.iter().map(place).collect::<Result<Vec<_>>>()?;
         let len: usize = places.iter().map(|(_, len)| *len).sum();
-        if len > STAGED_BYTES || places.len().div_ceil(BATCH_STRETCHES) > BATCHES {
+        if len > STAGED_BYTES || places.len().div_ceil(BATCH_RUNS) > BATCHES {
             return Err(Error::new(ErrorKind::OutOfRange, format!("{len} bytes are more than are staged at a time")));
         }
         if data.is_some_and(|data| data.len() != len) {
             return Err(Error::corrupt(format!("{} bytes arrived, expected {len}", data.map_or(0, <[u8]>::len))));
         }
         let Some(number) = self.slots.iter().position(|slot| !slot.is_taken) else { return Ok(None) };
-        if self.copier.free_batches() < places.len().div_ceil(BATCH_STRETCHES).max(1) {
+        if self.copier.free_batches() < places.len().div_ceil(BATCH_RUNS).max(1) {
             return Ok(None);
         }
         // SAFETY: within the pinned memory.
@@ -99,9 +99,9 @@ impl Stage {
             // SAFETY: the slot has room for `len` bytes, and nothing is under way from or to it.
             unsafe { ptr::copy_nonoverlapping(data.as_ptr(), start, len) };
         }
-        let mut slot = Slot { is_taken: true, len, launches: 0, error: None };
+        let mut slot = StageSlot { is_taken: true, len, launches: 0, error: None };
         let mut at = start.expose_provenance() as u64;
-        for batch in places.chunks(BATCH_STRETCHES) {
+        for batch in places.chunks(BATCH_RUNS) {
             let added = batch.iter().filter(|(_, len)| *len > 0).try_for_each(|(addr, len)| {
                 let (from, to) = if data.is_some() { (at, *addr) } else { (*addr, at) };
                 at += *len as u64;
@@ -123,19 +123,19 @@ impl Stage {
             (0, Some(error)) => Err(error),
             (_, error) => {
                 if let Some(place) = self.slots.get_mut(number) {
-                    *place = Slot { error, ..slot };
+                    *place = StageSlot { error, ..slot };
                 }
-                Ok(Some(Ticket(number)))
+                Ok(Some(StagedCopy(number)))
             }
         }
     }
 
     /// A copy that has ended and how, if any has that was not told before.
-    pub fn next_ended(&mut self) -> Option<(Ticket, Result<()>)> {
+    pub fn next_ended(&mut self) -> Option<(StagedCopy, Result<()>)> {
         loop {
             // Of nothing.
             if let Some(number) = self.slots.iter().position(|slot| slot.is_taken && slot.launches == 0) {
-                return Some((Ticket(number), self.end(number)));
+                return Some((StagedCopy(number), self.end(number)));
             }
             let ended = self.copier.next_ended()?;
             let slot = self.running.pop_front().and_then(|number| self.slots.get_mut(number))?;
@@ -153,13 +153,11 @@ impl Stage {
         slot.error.take().map_or(Ok(()), Err)
     }
 
-    /// Appends the bytes of a copy that [`Stage::next_ended`] has just told the end of, before another begins.
-    pub fn take(&mut self, ticket: Ticket, out: &mut Vec<u8>) {
-        let Some(slot) = self.slots.get(ticket.0).filter(|slot| !slot.is_taken) else { return };
+    /// Appends the bytes of a copy that has just ended ([`Stage::next_ended`]). To be called before another begins.
+    pub fn take(&mut self, copy: StagedCopy, out: &mut Vec<u8>) {
+        let Some(slot) = self.slots.get(copy.0).filter(|slot| !slot.is_taken) else { return };
         // SAFETY: so many bytes of the slot were written, and nothing is under way to it.
-        out.extend_from_slice(unsafe {
-            std::slice::from_raw_parts(self.pinned.add(ticket.0 * STAGED_BYTES), slot.len)
-        });
+        out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.pinned.add(copy.0 * STAGED_BYTES), slot.len) });
     }
 
     /// Waits for all that is under way. Returns whether nothing is any more, which it is not where the driver refuses to wait.
@@ -167,7 +165,7 @@ impl Stage {
         self.copier.finish()
     }
 
-    /// Whether anything is under way or not told.
+    /// True if anything is under way or not told.
     pub fn is_running(&self) -> bool {
         self.slots.iter().any(|slot| slot.is_taken)
     }

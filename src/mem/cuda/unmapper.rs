@@ -13,7 +13,7 @@ pub struct Unmapper {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Of what is to be dropped, until `None` comes.
+/// Things to drop, until `None` comes.
 pub(super) type Queue = Sender<Option<Box<dyn Send>>>;
 
 impl Unmapper {

@@ -144,7 +144,7 @@ fn lengths_are_those_of_the_operations() {
 
 fn check_lengths(d: &Deployment) {
     let (local, remote) = (d.engine("decode", &d.consumer).unwrap(), d.engine("prefill", &d.producer).unwrap());
-    let holdings = |side: &Side| side.ranks.iter().map(RankCache::holding).collect::<Vec<_>>();
+    let holdings = |side: &EngineSide| side.ranks.iter().map(RankCache::holding).collect::<Vec<_>>();
     for here in &local.metadata {
         for (rank, share) in assign(here.rank, &holdings(&local), &holdings(&remote), 0).unwrap() {
             let there = remote.metadata.iter().find(|m| m.rank == rank).unwrap();

@@ -47,7 +47,7 @@ class NoNixl:
         pass
 
 
-class Worker(NixlPullConnectorWorker):  # type: ignore[misc]
+class Worker(NixlPullConnectorWorker):
     """A decode worker of TP 1 after its handshake with a prefill engine of TP 4, without an engine around it."""
 
     def __init__(self) -> None:

@@ -286,7 +286,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     options.families = [family for family in FAMILIES if options.only in (None, family.name)]
     if options.portion_tokens is not None:
-        PORTIONS["portion_tokens"] = options.portion_tokens
+        PORTIONS["chunk_tokens"] = options.portion_tokens
     folder = make_folder("chaos", "link-")
     say(f"logs: {folder}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -64,7 +64,7 @@ FAMILIES = (
             Variant("kvferry whole, at once", "whole", at_once=True),
             Variant("kvferry whole", "whole"),
         ),
-        {"portions": PORTIONS, "whole": {"portion_tokens": 0}},
+        {"portions": PORTIONS, "whole": {"chunk_tokens": 0}},
     ),
     Family("pull", {"kv_connector": "QuietNixlConnector", **_NIXL}, (Variant("stock pull"),)),
     Family("push", {"kv_connector": "NixlPushConnector", "kv_buffer_device": "cpu"}, (Variant("stock push"),)),

@@ -5,9 +5,9 @@ use super::*;
 /// A directory at a listener.
 struct Reception(Arc<Mutex<Directory>>);
 
-impl Desk for Reception {
-    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
-        self.0.lock().unwrap().answer_to(asker, request)
+impl RequestHandler for Reception {
+    fn answer(&mut self, client: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.0.lock().unwrap().answer_to(client, request)
     }
 
     fn poll_reply(&mut self) -> Option<(Vec<u8>, Vec<u8>)> {
@@ -38,7 +38,7 @@ fn prefills_are_told_when_they_are_over() {
     let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
     let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
     let directory = Arc::new(Mutex::new(directory));
-    let mut listener = Listener::bind_desk(&loopback(0), Reception(directory.clone())).unwrap();
+    let mut listener = Listener::bind_handler(&loopback(0), Reception(directory.clone())).unwrap();
     let (host, port) = (listener.host().to_owned(), listener.port());
     let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default(), None));
     for client in &mut clients {
@@ -55,7 +55,10 @@ fn prefills_are_told_when_they_are_over() {
     for client in &mut clients {
         let mut told = [(); 2].map(|()| next_prefill(client, LONG).expect("two are over"));
         told.sort_by_key(|awaited| awaited.number);
-        assert_eq!(told[1].result, Ok(PrefillNews { incarnation: Incarnation(5), prefill: over.clone(), over: true }));
+        assert_eq!(
+            told[1].result,
+            Ok(PrefillProgress { incarnation: Incarnation(5), prefill: over.clone(), over: true })
+        );
         assert_eq!(told[0].result.as_ref().unwrap_err().0, Cause::LeaseExpired);
     }
     // Queries go their own way meanwhile, and what is no more awaited is not told.
@@ -88,7 +91,7 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     let engine = || EngineId::new("p").unwrap();
     let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
     let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
-    let mut listener = Listener::bind_desk(&loopback(0), Reception(Arc::new(Mutex::new(directory)))).unwrap();
+    let mut listener = Listener::bind_handler(&loopback(0), Reception(Arc::new(Mutex::new(directory)))).unwrap();
     let (host, port) = (listener.host().to_owned(), listener.port());
     // Nothing else finds out within the time of this test.
     let mut client = Client::new(ClientLimits { resend: 10 * LONG, ..ClientLimits::default() }, None);
@@ -121,7 +124,7 @@ fn prefills_under_way_are_told_to_who_wants_to_know() {
     let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
     let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
     let directory = Arc::new(Mutex::new(directory));
-    let mut listener = Listener::bind_desk(&loopback(0), Reception(directory.clone())).unwrap();
+    let mut listener = Listener::bind_handler(&loopback(0), Reception(directory.clone())).unwrap();
     let (host, port) = (listener.host().to_owned(), listener.port());
     let prefill = |tokens: u64| Prefill {
         request: name(),
@@ -141,7 +144,7 @@ fn prefills_under_way_are_told_to_who_wants_to_know() {
     };
     let news = |tokens: u64, over: bool| {
         let prefill = prefill(tokens);
-        Some(Awaited { number: 1, result: Ok(PrefillNews { incarnation: Incarnation(5), prefill, over }) })
+        Some(Awaited { number: 1, result: Ok(PrefillProgress { incarnation: Incarnation(5), prefill, over }) })
     };
     assert!(!directory.lock().unwrap().is_followed(&name()));
     ask(&mut clients[0], 4);
@@ -167,7 +170,7 @@ fn prefills_under_way_are_told_to_who_wants_to_know() {
     // Blocks that were given away are not told of.
     ask(&mut clients[0], 8);
     assert_eq!(next_prefill(&mut clients[0], LONG), news(9, false));
-    directory.lock().unwrap().prefill_withdrawn(&name());
+    directory.lock().unwrap().prefill_retracted(&name());
     ask(&mut clients[0], 8);
     assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
     directory.lock().unwrap().prefilled(prefill(12));

@@ -164,7 +164,7 @@ class Engine:
         for rank in range(tp_size):
             caches.append(cache := self.holds.cache_config(rank, tp_size))
             self._become(rank)
-            side = WorkerSide(config, cache, parse_options({"verify": True, "rehearse": False}))
+            side = WorkerSide(config, cache, parse_options({"verify": True, "warm_up": False}))
             self.views.append(allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC))
             side.register_kv_caches(self.views[-1])
             side.set_copy_operation(copy_blocks)

@@ -20,7 +20,7 @@ class Portions(Pair):
 
     def __init__(self, folder: Path, policy: str, hybrid: bool, child: bool, more: dict[str, Any], runner: Any) -> None:
         # A prompt and another one have room, not more: blocks that are given away are soon used again.
-        prefill, reads = {**more, "blocks": 224}, {"portion_tokens": BLOCK}
+        prefill, reads = {**more, "blocks": 224}, {"chunk_tokens": BLOCK}
         super().__init__(folder, policy, hybrid, child, prefill, more, runner, reads)
         first = self.prefilled("first", prompt(1, 20))
         self.place = {key: first[key] for key in ("remote_engine_id", "remote_host", "remote_port")}

@@ -312,7 +312,7 @@ impl Sim {
         self.p.scheduler.sending()
     }
 
-    pub fn p_gauges(&self) -> kvferry_proto::worker::Gauges {
+    pub fn p_gauges(&self) -> kvferry_proto::worker::MachineGauges {
         self.p.worker.gauges()
     }
 

@@ -7,12 +7,12 @@ const MANY: u32 = 12;
 /// How many of them are connected to at a time.
 const AT_A_TIME: usize = 8;
 
-fn many_heads() -> Worker {
+fn many_heads() -> WorkerMachine {
     let mut local = metadata(engine("me"), 77, 8 * u64::from(MANY));
     for area in &mut local.geometry.areas {
         (area.heads, area.total_heads) = (MANY, MANY);
     }
-    let mut w = Worker::new(config()).unwrap();
+    let mut w = WorkerMachine::new(config()).unwrap();
     w.set_local(Arc::new(local));
     w
 }
@@ -31,7 +31,7 @@ fn many_ranks() -> Vec<RankMetadata> {
 }
 
 /// A load with many ranks; gives those that are being connected to.
-fn meeting(w: &mut Worker) -> Vec<PeerKey> {
+fn connect_all(w: &mut WorkerMachine) -> Vec<PeerKey> {
     loads(w, 10, load("a", [&[3], &[4]]));
     let session = handshake(w);
     answer(w, 20, session, 9, &many_ranks());
@@ -43,7 +43,7 @@ fn meeting(w: &mut Worker) -> Vec<PeerKey> {
 #[test]
 fn each_rank_is_read_from_as_soon_as_it_is_connected_and_confirmed_with_all() {
     let mut w = many_heads();
-    let mut connecting: std::collections::VecDeque<PeerKey> = meeting(&mut w).into();
+    let mut connecting: std::collections::VecDeque<PeerKey> = connect_all(&mut w).into();
     let (mut tokens, mut peers) = (Vec::new(), Vec::new());
     while let Some(peer) = connecting.pop_front() {
         w.handle_connected(Time(30), &peer);
@@ -78,7 +78,7 @@ fn each_rank_is_read_from_as_soon_as_it_is_connected_and_confirmed_with_all() {
 #[test]
 fn a_load_that_comes_while_ranks_are_connected_reads_from_those_that_are() {
     let mut w = many_heads();
-    let connecting = meeting(&mut w);
+    let connecting = connect_all(&mut w);
     for peer in &connecting[..3] {
         w.handle_connected(Time(30), peer);
     }
@@ -108,7 +108,7 @@ fn a_load_that_comes_while_ranks_are_connected_reads_from_those_that_are() {
 #[test]
 fn an_abort_while_ranks_are_connected_waits_for_its_reads_and_tells_all_ranks_when_they_are() {
     let mut w = many_heads();
-    let mut connecting: std::collections::VecDeque<PeerKey> = meeting(&mut w).into();
+    let mut connecting: std::collections::VecDeque<PeerKey> = connect_all(&mut w).into();
     let first = connecting.pop_front().unwrap();
     w.handle_connected(Time(30), &first);
     let begun = does(&mut w);
@@ -137,7 +137,7 @@ fn an_abort_while_ranks_are_connected_waits_for_its_reads_and_tells_all_ranks_wh
 #[test]
 fn a_load_given_up_while_ranks_are_connected_leaves_the_lease_to_another_one_of_the_same_request() {
     let mut w = many_heads();
-    let mut connecting: std::collections::VecDeque<PeerKey> = meeting(&mut w).into();
+    let mut connecting: std::collections::VecDeque<PeerKey> = connect_all(&mut w).into();
     loads(&mut w, 11, Load { request: request("b"), ..load("a", [&[5], &[4]]) });
     let first = connecting.pop_front().unwrap();
     w.handle_connected(Time(30), &first);
@@ -169,7 +169,7 @@ fn a_load_given_up_while_ranks_are_connected_leaves_the_lease_to_another_one_of_
 #[test]
 fn a_rank_that_cannot_be_reached_fails_the_load_after_its_reads_from_the_others() {
     let mut w = many_heads();
-    let connecting = meeting(&mut w);
+    let connecting = connect_all(&mut w);
     w.handle_connected(Time(30), &connecting[0]);
     let begun = does(&mut w);
     let token = begun.transfers[0].0;
@@ -186,8 +186,8 @@ fn a_rank_that_cannot_be_reached_fails_the_load_after_its_reads_from_the_others(
 }
 
 #[test]
-fn a_load_that_starts_anew_reads_portions_from_all_ranks_again() {
-    let mut w = Worker::new(with(WorkerSettings { portion_tokens: 1, ..settings() })).unwrap();
+fn a_load_that_starts_anew_reads_chunks_from_all_ranks_again() {
+    let mut w = WorkerMachine::new(with(WorkerSettings { chunk_tokens: 1, ..settings() })).unwrap();
     let mut local = metadata(engine("me"), 77, 8 * u64::from(MANY));
     for area in &mut local.geometry.areas {
         (area.heads, area.total_heads) = (MANY, MANY);
@@ -214,11 +214,11 @@ fn a_load_that_starts_anew_reads_portions_from_all_ranks_again() {
         connected += 1;
     }
     assert!(connected > 1);
-    let told = |w: &mut Worker, lease_id: u64| {
+    let told = |w: &mut WorkerMachine, lease_id: u64| {
         let (request, blocks) = (request("p-a"), vec![Blocks::from(vec![7]), Blocks::default()]);
         let prefill = Prefill { request, blocks, tokens: u64::from(BLOCK_TOKENS), lease_ms: 1_200, lease_id };
-        let news = PrefillNews { incarnation: Incarnation(9), prefill, over: false };
-        w.handle_prefill(Time(40), number.unwrap(), Ok(news));
+        let progress = PrefillProgress { incarnation: Incarnation(9), prefill, over: false };
+        w.handle_prefill(Time(40), number.unwrap(), Ok(progress));
         actions(w)
     };
     let posted = |actions: &[Action]| -> Vec<TransferToken> {

@@ -1,4 +1,4 @@
-"""What a finding is, and an outcome of it."""
+"""A kind of finding, and its outcomes."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ use crate::ids::{EngineId, RequestId};
 use crate::time::Time;
 use crate::wire::RecvRecord;
 
-/// What began or ended. The numbers tell requests of one machine from each other, also those of the same name.
+/// An event in the life of a request. The numbers tell requests of one machine apart, also those of the same name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Life {
+pub enum TraceEvent {
     /// The consumer heard of a request, by a hold or by a load.
     RecvBegan {
         /// The request's number.
@@ -21,10 +21,10 @@ pub enum Life {
         /// As in its begin.
         number: u64,
         /// How it went.
-        receive: Box<Receive>,
+        receive: Box<ReceiveTrace>,
     },
     /// A request that was held is over without a load.
-    RecvGivenBack {
+    RecvReleased {
         /// As in its begin.
         number: u64,
         /// As in its begin.
@@ -77,15 +77,15 @@ impl LeaseEnd {
 
 /// The stages of one load. What it did not reach is `None`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Receive {
+pub struct ReceiveTrace {
     /// The engine that it read from.
     pub engine: EngineId,
     /// The worker first heard of the request.
     pub known: Time,
     /// The load arrived.
     pub queued: Time,
-    /// The handshake that it waited for, held or queued: its begin, and when the first rank was connected. `None` when it
-    /// waited for none.
+    /// The handshake that it waited for: its begin, and when the first rank was connected. `None` when it waited for
+    /// none.
     pub handshake: Option<(Time, Option<Time>)>,
     /// The first rank was connected, and the reads from those that were are planned.
     pub planned: Option<Time>,
@@ -99,17 +99,17 @@ pub struct Receive {
     pub confirmed: Option<Time>,
     /// It was over.
     pub over: Time,
-    /// What was read of it while its prefill was under way, in the order in which it was posted.
-    pub portions: Vec<ReceivedPortion>,
+    /// The chunks read while its prefill was under way, in the order of posting.
+    pub chunks: Vec<ReceivedChunk>,
     /// Its figures.
     pub record: RecvRecord,
     /// Why it failed, if it did.
     pub message: Option<String>,
 }
 
-/// What was read at once of a prefill under way, from one rank.
+/// A chunk of a prefill under way, read from one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReceivedPortion {
+pub struct ReceivedChunk {
     /// The tokens: from the first up to, not including, the second.
     pub tokens: (u64, u64),
     /// Bytes moved.

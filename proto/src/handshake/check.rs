@@ -11,7 +11,7 @@ use crate::wire::{Cause, CompatField, HandshakeReply, Message, RankBlob, RankMet
 
 /// One query to one engine and what is expected of its reply.
 #[derive(Debug, Clone)]
-pub struct Session {
+pub struct HandshakeCheck {
     local: Arc<RankMetadata>,
     id: u64,
     engine: EngineId,
@@ -22,16 +22,21 @@ fn fail(cause: Cause, message: impl Into<String>) -> HandshakeFailure {
     HandshakeFailure { cause, message: message.into() }
 }
 
-impl Session {
-    /// A session of the rank `local` with `engine` (in the life `incarnation`, if that is known), which is asked for all its
-    /// ranks. `id` ties the reply to the query.
-    pub fn new(local: Arc<RankMetadata>, id: u64, engine: EngineId, incarnation: Option<Incarnation>) -> Session {
-        Session { local, id, engine, incarnation }
+impl HandshakeCheck {
+    /// A check for the rank `local` of the reply of `engine`, which is asked for all its ranks. `incarnation` is its
+    /// life, if that is known. `id` ties the reply to the query.
+    pub fn new(
+        local: Arc<RankMetadata>,
+        id: u64,
+        engine: EngineId,
+        incarnation: Option<Incarnation>,
+    ) -> HandshakeCheck {
+        HandshakeCheck { local, id, engine, incarnation }
     }
 
-    /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field and the layers that
-    /// both ranks hold, [`RankIndex::check`]. The engines' shapes may differ. Another incarnation than the one expected, and
-    /// nothing else, fails with [`Cause::PeerDied`].
+    /// Judges a reply. Checks engine, incarnation and ranks, then for each rank the compatibility fields and the
+    /// layers that both ranks hold, [`RankIndex::check`]. The engines' shapes may differ. Another incarnation than
+    /// the one expected, and nothing else, fails with [`Cause::PeerDied`].
     pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
         match reply {
             HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
@@ -115,7 +120,7 @@ impl Session {
         HandshakeFailure { cause, message: format!("the listener of engine {} refused: {message}", self.engine) }
     }
 
-    /// What differs and need not be the same goes into `notes`.
+    /// Compares one rank. Differences that are no obstacle go into `notes`.
     fn check_rank(
         &self,
         local: &RankIndex<'_>,

@@ -22,14 +22,14 @@ pub(super) const PROBE_SILENT_AFTER: Duration = Duration::from_secs(1);
 const REMEDY: &str = "check that the producer engine runs, that this is the host and port of its head node (remote_host and \
                       remote_port in kv_transfer_params), and that no firewall is between";
 
-/// What is known about how to reach the listener at a host and port.
+/// The knowledge of how to reach the listener at a host and port.
 #[derive(Debug)]
-pub(super) struct Way {
+pub(super) struct ListenerRoute {
     name: (String, u16),
     is_address: bool,
     since: Instant,
-    addresses: Addresses,
-    /// Whether one of them was handed out.
+    addresses: ResolvedAddresses,
+    /// The address that was handed out.
     chosen: Option<SocketAddr>,
     probes: Vec<Probe>,
     /// When those were started.
@@ -43,7 +43,7 @@ pub(super) struct Way {
 }
 
 #[derive(Debug)]
-enum Addresses {
+enum ResolvedAddresses {
     /// The name service has not been asked.
     Unknown,
     Asked,
@@ -52,10 +52,10 @@ enum Addresses {
     Known(Vec<SocketAddr>),
 }
 
-/// What to do about a way.
+/// The next step of a route.
 #[derive(Debug)]
-pub(super) enum Step {
-    /// Resolve the name, then tell [`Way::resolved`].
+pub(super) enum RouteStep {
+    /// Resolve the name, then tell [`ListenerRoute::resolved`].
     Resolve,
     /// Connect to this address.
     Open(SocketAddr),
@@ -63,13 +63,13 @@ pub(super) enum Step {
     Fail(Error),
 }
 
-impl Way {
-    /// The way to the listener at a host and port; looked at first by [`Way::turn`].
-    pub(super) fn new(now: Instant, name: (String, u16)) -> Way {
+impl ListenerRoute {
+    /// The route to the listener at a host and port; its first step comes from [`ListenerRoute::turn`].
+    pub(super) fn new(now: Instant, name: (String, u16)) -> ListenerRoute {
         let address = name.0.parse::<IpAddr>().ok().map(|ip| vec![SocketAddr::new(ip, name.1)]);
         let is_address = address.is_some();
-        let addresses = address.map_or(Addresses::Unknown, Addresses::Known);
-        Way {
+        let addresses = address.map_or(ResolvedAddresses::Unknown, ResolvedAddresses::Known);
+        ListenerRoute {
             name,
             is_address,
             since: now,
@@ -88,32 +88,32 @@ impl Way {
         self.waiting.get_or_insert((now, PROBE_AFTER));
     }
 
-    /// What the name service said.
+    /// Takes the answer of the name service.
     pub(super) fn resolved(&mut self, result: Result<Vec<SocketAddr>, String>) {
         self.addresses = match result {
-            Ok(addresses) => Addresses::Known(addresses),
-            Err(e) => Addresses::Failed(e),
+            Ok(addresses) => ResolvedAddresses::Known(addresses),
+            Err(e) => ResolvedAddresses::Failed(e),
         };
         self.not_before = self.since;
     }
 
-    /// Takes the next step. `patience`: how long a request that waits may do so before the addresses are probed, if one
+    /// Takes the next step. `probe_after`: how long a request that waits may do so before the addresses are probed, if one
     /// does. `grace`: how long addresses that refuse and names that do not resolve are tried again.
-    pub(super) fn turn(&mut self, now: Instant, patience: Option<Duration>, grace: Duration) -> Option<Step> {
-        let Some(patience) = patience else {
+    pub(super) fn turn(&mut self, now: Instant, probe_after: Option<Duration>, grace: Duration) -> Option<RouteStep> {
+        let Some(probe_after) = probe_after else {
             (self.probes, self.waiting, self.failing) = (Vec::new(), None, None);
             return None;
         };
-        self.waiting = Some((self.waiting.map_or(now, |(since, _)| since), patience));
+        self.waiting = Some((self.waiting.map_or(now, |(since, _)| since), probe_after));
         let is_due = self.attempt_at().is_some_and(|at| at <= now);
         let addresses = match &self.addresses {
-            Addresses::Asked => return None,
-            Addresses::Unknown if !is_due => return None,
-            Addresses::Unknown => {
-                self.addresses = Addresses::Asked;
-                return Some(Step::Resolve);
+            ResolvedAddresses::Asked => return None,
+            ResolvedAddresses::Unknown if !is_due => return None,
+            ResolvedAddresses::Unknown => {
+                self.addresses = ResolvedAddresses::Asked;
+                return Some(RouteStep::Resolve);
             }
-            Addresses::Failed(e) => {
+            ResolvedAddresses::Failed(e) => {
                 let text = format!(
                     "the host name {:?} does not resolve here ({e}); remote_host in kv_transfer_params has to be an \
                      address of the producer's head node, or a name that this host knows",
@@ -122,10 +122,10 @@ impl Way {
                 return self.failed(now, text, grace);
             }
             // One alone needs no choice.
-            Addresses::Known(all) if all.len() == 1 && self.chosen.is_none() => {
+            ResolvedAddresses::Known(all) if all.len() == 1 && self.chosen.is_none() => {
                 return self.choose(all.first().copied());
             }
-            Addresses::Known(all) => all,
+            ResolvedAddresses::Known(all) => all,
         };
         if self.probes.is_empty() {
             if !is_due {
@@ -152,40 +152,40 @@ impl Way {
         }
         let wrong = self.probes.iter().all(|probe| matches!(probe.finding(), Finding::Foreign(_)));
         let text = self.seen();
-        if wrong { Some(Step::Fail(Error::corrupt(text))) } else { self.failed(now, text, grace) }
+        if wrong { Some(RouteStep::Fail(Error::corrupt(text))) } else { self.failed(now, text, grace) }
     }
 
     /// Nothing of it can be reached: the end after the grace, else all of it again later.
-    fn failed(&mut self, now: Instant, text: String, grace: Duration) -> Option<Step> {
+    fn failed(&mut self, now: Instant, text: String, grace: Duration) -> Option<RouteStep> {
         let since = self.failing.as_ref().map_or(now, |(since, _)| *since);
         self.probes.clear();
         self.not_before = now + AGAIN;
         if !self.is_address {
             // It may have got another address.
-            (self.addresses, self.chosen) = (Addresses::Unknown, None);
+            (self.addresses, self.chosen) = (ResolvedAddresses::Unknown, None);
         }
         if now.saturating_duration_since(since) >= grace {
-            return Some(Step::Fail(Error::new(ErrorKind::Unreachable, text)));
+            return Some(RouteStep::Fail(Error::new(ErrorKind::Unreachable, text)));
         }
         self.failing = Some((since, text));
         None
     }
 
-    fn choose(&mut self, address: Option<SocketAddr>) -> Option<Step> {
+    fn choose(&mut self, address: Option<SocketAddr>) -> Option<RouteStep> {
         (self.chosen, self.probes) = (address, Vec::new());
-        address.map(Step::Open)
+        address.map(RouteStep::Open)
     }
 
-    /// When to look for a way, while a request waits.
+    /// When to try to reach the listener, while a request waits.
     fn attempt_at(&self) -> Option<Instant> {
-        let (since, patience) = self.waiting?;
-        Some(if self.chosen.is_some() { self.not_before.max(since + patience) } else { self.not_before })
+        let (since, probe_after) = self.waiting?;
+        Some(if self.chosen.is_some() { self.not_before.max(since + probe_after) } else { self.not_before })
     }
 
     /// When to take the next step although nothing has come, while a request waits.
     pub(super) fn due(&self) -> Option<Instant> {
         match &self.addresses {
-            Addresses::Asked => None,
+            ResolvedAddresses::Asked => None,
             _ if self.probes.is_empty() => self.attempt_at(),
             _ => {
                 let fits = self.probes.iter().any(|probe| *probe.finding() == Finding::Fits);
@@ -200,13 +200,13 @@ impl Way {
         items.extend(self.probes.iter().filter_map(Probe::poll_item));
     }
 
-    /// What was seen of a listener to which there has been no connection until now.
+    /// Describes a listener to which there has been no connection until now.
     pub(super) fn describe(&self, now: Instant) -> String {
         let waited = now.saturating_duration_since(self.since).as_millis();
         if let Some((_, text)) = &self.failing {
             return text.clone();
         }
-        if matches!(self.addresses, Addresses::Asked) {
+        if matches!(self.addresses, ResolvedAddresses::Asked) {
             return format!(
                 "the name service has not told the address of {:?} within {waited} ms; check this host's DNS, or give an \
                  address as remote_host",
@@ -221,11 +221,11 @@ impl Way {
     }
 
     fn seen(&self) -> String {
-        let each: Vec<String> = self.probes.iter().map(|probe| self.told(probe)).collect();
+        let each: Vec<String> = self.probes.iter().map(|probe| self.describe_probe(probe)).collect();
         format!("{}; {REMEDY}", each.join(", and "))
     }
 
-    fn told(&self, probe: &Probe) -> String {
+    fn describe_probe(&self, probe: &Probe) -> String {
         let at = probe.to();
         let at = if self.is_address { at.to_string() } else { format!("{at} ({})", self.name.0) };
         match probe.finding() {
@@ -251,12 +251,12 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    fn next(way: &mut Way) -> Step {
+    fn next(route: &mut ListenerRoute) -> RouteStep {
         let begin = Instant::now();
         loop {
             let now = Instant::now();
-            assert!(now - begin < LONG, "{way:?}");
-            if let Some(step) = way.turn(now, Some(Duration::ZERO), LONG) {
+            assert!(now - begin < LONG, "{route:?}");
+            if let Some(step) = route.turn(now, Some(Duration::ZERO), LONG) {
                 return step;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -276,32 +276,32 @@ mod tests {
     }
 
     /// A way by a name of two addresses, of which the first is in use; its listener is gone.
-    fn way_to_a_listener_that_is_gone(context: &zmq::Context) -> (Way, SocketAddr, SocketAddr) {
+    fn route_to_a_listener_that_is_gone(context: &zmq::Context) -> (ListenerRoute, SocketAddr, SocketAddr) {
         let (listener, first) = router(context, SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), 0))).unwrap();
         let second = SocketAddr::from((Ipv4Addr::LOCALHOST, first.port()));
-        let mut way = Way::new(Instant::now(), ("head.example".to_owned(), first.port()));
-        assert!(matches!(next(&mut way), Step::Resolve));
-        way.resolved(Ok(vec![second, first]));
-        assert!(matches!(next(&mut way), Step::Open(at) if at == first));
+        let mut route = ListenerRoute::new(Instant::now(), ("head.example".to_owned(), first.port()));
+        assert!(matches!(next(&mut route), RouteStep::Resolve));
+        route.resolved(Ok(vec![second, first]));
+        assert!(matches!(next(&mut route), RouteStep::Open(at) if at == first));
         drop(listener);
-        (way, first, second)
+        (route, first, second)
     }
 
     #[test]
     fn a_dead_address_of_a_name_is_left_for_one_that_fits() {
         let context = zmq::Context::new();
         // The port is free at the first address; at the second one it may be in use.
-        let (mut way, second, _new) = loop {
-            let (way, _, second) = way_to_a_listener_that_is_gone(&context);
+        let (mut route, second, _new) = loop {
+            let (route, _, second) = route_to_a_listener_that_is_gone(&context);
             if let Some(new) = router(&context, second) {
-                break (way, second, new);
+                break (route, second, new);
             }
         };
-        assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
+        assert!(matches!(next(&mut route), RouteStep::Open(at) if at == second), "{route:?}");
         // It stays there as long as it is right.
-        way.wake(Instant::now());
+        route.wake(Instant::now());
         for _ in 0..100 {
-            assert!(way.turn(Instant::now(), Some(Duration::ZERO), LONG).is_none());
+            assert!(route.turn(Instant::now(), Some(Duration::ZERO), LONG).is_none());
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -311,8 +311,8 @@ mod tests {
         let context = zmq::Context::new();
         let begin = Instant::now();
         // The old listener goes in its own time, and somebody else may have the port at the second address.
-        let (mut way, second, _silent, _new) = loop {
-            let (way, first, second) = way_to_a_listener_that_is_gone(&context);
+        let (mut route, second, _silent, _new) = loop {
+            let (route, first, second) = route_to_a_listener_that_is_gone(&context);
             let silent = loop {
                 match std::net::TcpListener::bind(first) {
                     Ok(listener) => break listener,
@@ -321,9 +321,9 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(1));
             };
             if let Some((new, _)) = router(&context, second) {
-                break (way, second, silent, new);
+                break (route, second, silent, new);
             }
         };
-        assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
+        assert!(matches!(next(&mut route), RouteStep::Open(at) if at == second), "{route:?}");
     }
 }

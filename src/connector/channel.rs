@@ -1,4 +1,4 @@
-//! What a worker's handle and its driver on the progress thread share.
+//! The queues between a worker's handle and its driver on the progress thread.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -10,62 +10,62 @@ use super::trace::Tracer;
 use crate::error::Result;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Message, RankMetadata, WorkerReport};
-use crate::proto::worker::{Gauges, Worker as Machine};
+use crate::proto::worker::{MachineGauges, WorkerMachine};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 use crate::sys::Outbox;
 
-/// What the handle asks of the driver.
+/// A command of the handle to the driver.
 pub(super) enum Command {
     /// The first command: the state machine to drive, and where the lives of its requests are told.
-    Begin(Box<Machine>, Option<Tracer>),
+    Begin(Box<WorkerMachine>, Option<Tracer>),
     /// The rank's metadata is complete.
     Local(Arc<RankMetadata>),
     /// A step's encoded work.
     Step(Vec<u8>),
     /// Asks for figures.
-    Figures(SyncSender<Figures>),
+    Figures(SyncSender<WorkerFigures>),
 }
 
 /// Queues and flags. Every lock is held for a queue operation only.
 #[derive(Default)]
-pub(super) struct Shared {
+pub(super) struct WorkerChannel {
     commands: Mutex<VecDeque<Command>>,
-    report: Mutex<Slot>,
+    report: Mutex<ReportSlot>,
     arrived: Condvar,
-    /// Whether `report` may hold one, so that polling without one costs a load.
+    /// True if `report` may hold one, so that polling without one costs a load.
     has_report: AtomicBool,
     /// Set when the driver is gone: nothing will be done any more.
     gone: AtomicBool,
-    /// Whether prefills that wait to be loaded are left with their producers at the end.
+    /// True if prefills that wait to be loaded are left with their producers at the end.
     pub(super) suspends: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
 }
 
 #[derive(Default)]
-struct Slot {
+struct ReportSlot {
     /// Boxed, since a poller moves it: a report's histograms are kilobytes that another processor wrote.
-    held: Option<Box<Held>>,
+    held: Option<Box<PendingReport>>,
     /// Where reports go first, for callers in other languages, of which each call costs much more than a look.
     outbox: Option<Outbox>,
-    /// What was last left there. Whoever takes reports by a call gets it too, unless it was read.
-    left: Option<Box<Held>>,
+    /// The report in the outbox. A caller that takes reports by a call gets it too, unless it was read.
+    left: Option<Box<PendingReport>>,
 }
 
 /// A report that waits to be polled.
-struct Held {
+struct PendingReport {
     report: WorkerReport,
     /// It, encoded by the driver: the engine's thread, which polls, has less time. Not for one that was added to.
     encoded: Option<Vec<u8>>,
 }
 
-impl Slot {
+impl ReportSlot {
     fn has_left(&self) -> bool {
         self.outbox.as_ref().is_some_and(Outbox::is_full)
     }
 
     /// Puts a report into the outbox, if it is its turn and there is room.
-    fn leave(&mut self, report: &Held) -> bool {
+    fn leave(&mut self, report: &PendingReport) -> bool {
         match (&mut self.outbox, &report.encoded) {
             (Some(outbox), Some(encoded)) => self.held.is_none() && outbox.put(encoded),
             _ => false,
@@ -73,7 +73,7 @@ impl Slot {
     }
 
     /// Everything that waits.
-    fn take(&mut self) -> Option<Box<Held>> {
+    fn take(&mut self) -> Option<Box<PendingReport>> {
         let left = self.left.take();
         let left = match &mut self.outbox {
             Some(outbox) if outbox.is_full() => {
@@ -93,16 +93,16 @@ impl Slot {
     }
 }
 
-impl Held {
+impl PendingReport {
     fn into_bytes(self) -> Result<Vec<u8>> {
         self.encoded.map_or_else(|| self.report.to_bytes(), Ok)
     }
 }
 
-/// What the driver counts.
+/// The figures that the driver counts.
 #[derive(Debug, Clone)]
-pub(super) struct Figures {
-    pub(super) gauges: Gauges,
+pub(super) struct WorkerFigures {
+    pub(super) gauges: MachineGauges,
     pub(super) totals: Stats,
 }
 
@@ -111,7 +111,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Shared {
+impl WorkerChannel {
     pub(super) fn push(&self, command: Command) {
         lock(&self.commands).push_back(command);
     }
@@ -136,7 +136,7 @@ impl Shared {
     /// Only the driver does, so nothing is added while it has an earlier report in hand, which no caller sees then.
     pub(super) fn publish(&self, report: WorkerReport) {
         let Some(report) = self.with_earlier(report) else { return };
-        let held = Box::new(Held { encoded: report.to_bytes().ok(), report });
+        let held = Box::new(PendingReport { encoded: report.to_bytes().ok(), report });
         let mut slot = lock(&self.report);
         let mut read = None;
         if slot.leave(&held) {
@@ -193,7 +193,7 @@ impl Shared {
         self.take().map(|held| held.into_bytes())
     }
 
-    fn take(&self) -> Option<Box<Held>> {
+    fn take(&self) -> Option<Box<PendingReport>> {
         if !self.has_report.load(Ordering::Acquire) {
             return None;
         }
@@ -204,7 +204,7 @@ impl Shared {
     }
 
     /// Tells pollers what `slot`, which is locked, holds.
-    fn tell(&self, slot: &Slot) {
+    fn tell(&self, slot: &ReportSlot) {
         self.has_report.store(slot.held.is_some() || slot.has_left(), Ordering::Release);
         if let Some(outbox) = &slot.outbox {
             outbox.set_more(slot.held.is_some());
@@ -221,13 +221,13 @@ impl Shared {
         self.wait(timeout).map(|held| held.into_bytes())
     }
 
-    /// Whether the driver is gone and every report was taken.
+    /// True if the driver is gone and every report was taken.
     pub(super) fn is_drained(&self) -> bool {
         let slot = lock(&self.report);
         self.is_gone() && slot.held.is_none() && !slot.has_left()
     }
 
-    fn wait(&self, timeout: Duration) -> Option<Box<Held>> {
+    fn wait(&self, timeout: Duration) -> Option<Box<PendingReport>> {
         let start = Instant::now();
         let mut slot = lock(&self.report);
         loop {

@@ -1,4 +1,4 @@
-//! What a listener's handle and its thread share.
+//! The flags that a listener's handle and its thread share.
 
 use std::os::fd::RawFd;
 use std::sync::PoisonError;
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Signal};
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ListenerFlags {
     wake: Signal,
     stop: AtomicBool,
     alive: AtomicBool,
@@ -16,9 +16,9 @@ pub(super) struct Shared {
     failure: Mutex<Option<Error>>,
 }
 
-impl Shared {
-    pub(super) fn new() -> Result<Shared> {
-        Ok(Shared {
+impl ListenerFlags {
+    pub(super) fn new() -> Result<ListenerFlags> {
+        Ok(ListenerFlags {
             wake: Signal::new()?,
             stop: AtomicBool::new(false),
             alive: AtomicBool::new(true),
@@ -53,7 +53,7 @@ impl Shared {
         self.wake.fd()
     }
 
-    /// Thread: why it ends, before [`Shared::end`].
+    /// Thread: why it ends, before [`ListenerFlags::end`].
     pub(super) fn fail(&self, error: Error) {
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
     }
@@ -63,7 +63,7 @@ impl Shared {
         self.alive.store(false, Ordering::Release);
     }
 
-    /// Handle: whether the thread serves. When not, [`Shared::failure`] is final.
+    /// Handle: whether the thread serves. When not, [`ListenerFlags::failure`] is final.
     pub(super) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }

@@ -2,24 +2,29 @@
 
 use super::*;
 
-fn notices(s: &mut Scheduler) -> Vec<Notice> {
+fn notices(s: &mut SchedulerMachine) -> Vec<PrefillNotice> {
     std::iter::from_fn(|| s.poll_notice()).collect()
 }
 
 /// The one prefill that is told of: its tokens, the blocks of its first group, and its lease.
-fn progress(s: &mut Scheduler) -> (u64, Vec<u32>, u64) {
+fn progress(s: &mut SchedulerMachine) -> (u64, Vec<u32>, u64) {
     let mut told = notices(s);
-    let Some(Notice::Progressed(prefill)) = told.pop() else { panic!("nothing is told") };
+    let Some(PrefillNotice::Written(prefill)) = told.pop() else { panic!("nothing is told") };
     assert!(told.is_empty());
     assert_eq!((prefill.request, prefill.lease_ms, prefill.blocks[1].len()), (id("x-1"), 30_000, 0));
     (prefill.tokens, prefill.blocks[0].ids().to_vec(), prefill.lease_id)
 }
 
-fn tell(s: &mut Scheduler, request: &str, full: &[u32], tokens: u64) {
+fn tell(s: &mut SchedulerMachine, request: &str, full: &[u32], tokens: u64) {
     s.progressed(&id(request), &id("x-1"), &lists(full, &[1; 5]), tokens).unwrap();
 }
 
-fn finish(s: &mut Scheduler, request: &str, asked: &TransferParams, outcome: FinishOutcome) -> Option<TransferParams> {
+fn finish(
+    s: &mut SchedulerMachine,
+    request: &str,
+    asked: &TransferParams,
+    outcome: FinishOutcome,
+) -> Option<TransferParams> {
     let blocks = lists(&[11, 12, 13, 14, 15], &[0, 0, 23, 24, 25]);
     s.finished(&id(request), asked, outcome, blocks, 18).unwrap().params
 }
@@ -44,7 +49,9 @@ fn the_lease_that_is_promised_is_granted() {
     assert_eq!(progress(&mut s), (18, vec![11, 12, 13, 14, 15], 501));
     s.on_report(&granted(&["p-1"])).unwrap();
     let told = notices(&mut s);
-    assert!(matches!(&told[..], [Notice::Ready(prefill)] if prefill.lease_id == 501 && prefill.blocks[1].len() == 3));
+    assert!(
+        matches!(&told[..], [PrefillNotice::Ready(prefill)] if prefill.lease_id == 501 && prefill.blocks[1].len() == 3)
+    );
     tell(&mut s, "p-1", &[], 18);
     assert_eq!(notices(&mut s), [], "all is told");
 }
@@ -55,7 +62,7 @@ fn blocks_that_are_given_away_take_the_lease_with_them() {
     tell(&mut s, "p-1", &[11, 12], 8);
     let (.., first) = progress(&mut s);
     s.progressed(&id("p-1"), &id("x-1"), &[], 0).unwrap();
-    assert_eq!(notices(&mut s), [Notice::Withdrawn(id("x-1"))]);
+    assert_eq!(notices(&mut s), [PrefillNotice::Retracted(id("x-1"))]);
     s.progressed(&id("p-1"), &id("x-1"), &[], 0).unwrap();
     assert_eq!(notices(&mut s), []);
     tell(&mut s, "p-1", &[31], 4);
@@ -69,7 +76,7 @@ fn blocks_that_are_given_away_take_the_lease_with_them() {
 
 #[test]
 fn other_blocks_and_fewer_tokens_are_another_lease_also_where_the_host_says_nothing() {
-    let finish = |s: &mut Scheduler| {
+    let finish = |s: &mut SchedulerMachine| {
         let params = finish(s, "p-1", &named("x-1"), FinishOutcome::Complete).unwrap();
         params.remote_lease_id.unwrap() as u64
     };
@@ -102,14 +109,14 @@ fn of_a_prefill_that_ends_in_another_way_nothing_is_left() {
         let (.., promised) = progress(&mut s);
         let params = finish(&mut s, "p-1", &asked, outcome);
         assert_ne!(params.and_then(|p| p.remote_lease_id), Some(promised as i64));
-        assert!(notices(&mut s).contains(&Notice::Withdrawn(id("x-1"))), "{asked:?}");
+        assert!(notices(&mut s).contains(&PrefillNotice::Retracted(id("x-1"))), "{asked:?}");
     }
     // New workers know of no lease.
     let mut s = scheduler();
     tell(&mut s, "p-1", &[11, 12], 8);
     let (.., promised) = progress(&mut s);
     s.renew_engine(Incarnation(0xD), vec![]);
-    assert_eq!(notices(&mut s), [Notice::Withdrawn(id("x-1"))]);
+    assert_eq!(notices(&mut s), [PrefillNotice::Retracted(id("x-1"))]);
     let params = finish(&mut s, "p-1", &named("x-1"), FinishOutcome::Complete).unwrap();
     assert_ne!(params.remote_lease_id, Some(promised as i64));
 }

@@ -1,32 +1,32 @@
-//! What the machine wants done and has to tell, until the driver asks.
+//! Actions and reports that wait for the driver to poll them.
 
 use std::collections::VecDeque;
 
 use super::action::{Action, PeerRef};
-use super::config::WorkerConfig;
-use super::life::Life;
+use super::config::WorkerMachineConfig;
+use super::trace::TraceEvent;
 use crate::stats::Stats;
 use crate::wire::{PeerMessage, WorkerReport};
 
-/// Actions in the order in which they were wanted, and the report that has gathered.
+/// Actions in the order in which they came up, and the report that has gathered.
 #[derive(Debug)]
-pub(super) struct Outbox {
+pub(super) struct MachineOutput {
     actions: VecDeque<Action>,
     pub(super) report: WorkerReport,
-    lives: VecDeque<Life>,
-    /// Whether anything is counted at all.
+    events: VecDeque<TraceEvent>,
+    /// True if anything is counted at all.
     counts: bool,
-    /// Whether anything was, since the last report.
+    /// True if anything was counted since the last report.
     counted: bool,
     traces: bool,
 }
 
-impl Outbox {
-    pub(super) fn new(config: &WorkerConfig) -> Self {
-        Outbox {
+impl MachineOutput {
+    pub(super) fn new(config: &WorkerMachineConfig) -> Self {
+        MachineOutput {
             actions: VecDeque::new(),
             report: WorkerReport::new(config.rank),
-            lives: VecDeque::new(),
+            events: VecDeque::new(),
             counts: config.telemetry,
             counted: false,
             traces: config.trace,
@@ -41,15 +41,15 @@ impl Outbox {
         }
     }
 
-    /// Tells of a request's life, if that is wanted.
-    pub(super) fn trace(&mut self, life: impl FnOnce() -> Life) {
+    /// Records an event, if events are traced.
+    pub(super) fn trace(&mut self, event: impl FnOnce() -> TraceEvent) {
         if self.traces {
-            self.lives.push_back(life());
+            self.events.push_back(event());
         }
     }
 
-    pub(super) fn pop_life(&mut self) -> Option<Life> {
-        self.lives.pop_front()
+    pub(super) fn pop_trace(&mut self) -> Option<TraceEvent> {
+        self.events.pop_front()
     }
 
     pub(super) fn push(&mut self, action: Action) {

@@ -17,7 +17,7 @@ pub(super) struct TokenRun {
 /// Two groups' block lists in relation to each other. The number of phases is `local_subs * remote_subs`; a grain
 /// number modulo that is its phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Meeting {
+pub(super) struct BlockGrid {
     /// Tokens per grain.
     pub(super) grain: u64,
     /// Grains per entry of the local block list.
@@ -35,11 +35,11 @@ pub(super) fn common_multiple(a: u64, b: u64) -> u64 {
     (a / gcd(a, b)).saturating_mul(b)
 }
 
-impl Meeting {
-    pub(super) fn new(local: &Group, remote: &Group) -> Meeting {
+impl BlockGrid {
+    pub(super) fn new(local: &Group, remote: &Group) -> BlockGrid {
         let (l, r) = (local.span(), remote.span());
         let grain = gcd(l, r);
-        Meeting { grain, local_subs: l / grain, remote_subs: r / grain }
+        BlockGrid { grain, local_subs: l / grain, remote_subs: r / grain }
     }
 
     /// Number of phases. Saturates.
@@ -82,7 +82,7 @@ impl Meeting {
     }
 }
 
-/// Whether a rank with the tokens of `a` and one with those of `b` have any token in common. Takes no longer for large
+/// True if a rank with the tokens of `a` and one with those of `b` have any token in common. Takes no longer for large
 /// numbers, which a peer may have made up.
 ///
 /// A rank holds stretches of `token_interleave` tokens, one per period. A stretch of `a` that starts at `x` and one of `b`
@@ -116,10 +116,10 @@ mod tests {
     fn every_token_of_a_period_meets_once() {
         for (l, r) in [(16, 64), (64, 16), (24, 36), (7, 7), (3, 4)] {
             let (here, there) = (Group::new(GroupKind::Full, l), Group::new(GroupKind::Full, r));
-            let meeting = Meeting::new(&here, &there);
+            let grid = BlockGrid::new(&here, &there);
             let mut token = 0;
-            for phase in 0..meeting.phases() {
-                for run in meeting.runs(&here, &there, phase, 0..meeting.grain) {
+            for phase in 0..grid.phases() {
+                for run in grid.runs(&here, &there, phase, 0..grid.grain) {
                     for i in 0..run.count {
                         assert_eq!((run.local + i, run.remote + i), (token % u64::from(l), token % u64::from(r)));
                         token += 1;
@@ -134,13 +134,13 @@ mod tests {
     fn dealt_tokens_meet_where_both_have_them() {
         let whole = Group::new(GroupKind::Full, 8);
         let odd = dealt(4, 2, 1, 1);
-        let meeting = Meeting::new(&whole, &odd);
-        assert_eq!((meeting.grain, meeting.phases()), (8, 1));
-        let runs = meeting.runs(&whole, &odd, 0, 0..8);
+        let grid = BlockGrid::new(&whole, &odd);
+        assert_eq!((grid.grain, grid.phases()), (8, 1));
+        let runs = grid.runs(&whole, &odd, 0, 0..8);
         let pairs: Vec<_> = runs.iter().map(|r| (r.local, r.remote, r.count)).collect();
         assert_eq!(pairs, [(1, 0, 1), (3, 1, 1), (5, 2, 1), (7, 3, 1)]);
         let pairs: Vec<_> =
-            meeting.runs(&whole, &dealt(4, 2, 0, 2), 0, 3..8).iter().map(|r| (r.local, r.remote, r.count)).collect();
+            grid.runs(&whole, &dealt(4, 2, 0, 2), 0, 3..8).iter().map(|r| (r.local, r.remote, r.count)).collect();
         assert_eq!(pairs, [(4, 2, 2)]);
         assert!(share_tokens(&whole, &odd));
         assert!(!share_tokens(&dealt(4, 2, 0, 1), &odd));
