@@ -6,7 +6,6 @@ use std::iter;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::parse::is_given;
 use super::{Component, NESTED, Setting, ValueKind, of};
 use crate::error::{Error, Result};
 
@@ -30,6 +29,11 @@ pub(super) fn unknown(place: &str, key: &str, known: &[&str]) -> Error {
         None => format!("; the keys are {}", known.join(", ")),
     };
     Error::invalid(format!("{place} has an unknown key {key:?}{hint}"))
+}
+
+/// True if a caller has given a value: nil means the default, except where nil is a value.
+fn is_given(setting: &Setting, value: &Value) -> bool {
+    !value.is_null() || matches!(setting.kind, ValueKind::Other(_))
 }
 
 impl Setting {

@@ -71,11 +71,6 @@ pub(super) fn given(place: &str, msgpack: &[u8]) -> Result<Map<String, Value>> {
     }
 }
 
-/// True if a caller has given a value: nil means the default, except where nil is a value.
-pub(super) fn is_given(setting: &Setting, value: &Value) -> bool {
-    !value.is_null() || matches!(setting.kind, ValueKind::Other(_))
-}
-
 /// The default as a value, if there is one.
 pub(super) fn default_value(setting: &Setting) -> Option<Value> {
     match setting.default {
