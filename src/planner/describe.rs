@@ -34,7 +34,7 @@ pub struct Deployment {
     #[serde(default)]
     pub cached_tokens: u64,
     /// True if the consumer reuses blocks for other requests with the same prefix, as
-    /// [`SchedulerConfig::reuses_blocks`](crate::proto::scheduler::SchedulerConfig::reuses_blocks).
+    /// [`SchedulerMachineConfig::reuses_blocks`](crate::proto::scheduler::SchedulerMachineConfig::reuses_blocks).
     #[serde(default = "yes")]
     pub reuses_blocks: bool,
     /// True if the request's blocks lie one after the other. An engine that has just started hands them out so. Else
