@@ -49,7 +49,7 @@ class Memory:
     def fill(self) -> None:
         """Gives every word its own value: what is read from here must be equal to it."""
         for layer in range(self.shape[0]):
-            for ids in self._portions(np.arange(self.shape[1], dtype=np.uint32)):
+            for ids in self._slices(np.arange(self.shape[1], dtype=np.uint32)):
                 self.words[layer, ids] = self._expected(layer, ids)
 
     def wipe(self, number: int) -> None:
@@ -69,7 +69,7 @@ class Memory:
                     found = self.words[layer, written[start : start + step]]
                     wrong += int(np.count_nonzero(found != self._expected(layer, read[start : start + step])))
         for layer in range(self.shape[0]):
-            for ids in self._portions(np.flatnonzero(untouched).astype(np.uint32)):
+            for ids in self._slices(np.flatnonzero(untouched).astype(np.uint32)):
                 wrong += int(np.count_nonzero(self.words[layer, ids] != self.blank))
         return wrong
 
@@ -78,7 +78,7 @@ class Memory:
         written = np.concatenate([ids for ids, _ in pairs])
         return Waiting(self.words[:, :, -1], written, self.blank)
 
-    def _portions(self, ids: Ids) -> list[Ids]:
+    def _slices(self, ids: Ids) -> list[Ids]:
         step = max(1, _AT_ONCE // self.work.block_bytes)
         return [ids[start : start + step] for start in range(0, len(ids), step)]
 

@@ -1,4 +1,4 @@
-//! Meeting a stand-in before the first peer comes.
+//! Warms UCX up with a stand-in before the first peer comes.
 //!
 //! For a worker's first connection over some transports and devices, UCX weighs its protocols, and asks each network device
 //! for its properties again for every one of them: most of the time from first contact to the first byte. It keeps what it
@@ -16,7 +16,7 @@ use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
 use crate::agent::core::limits::CHUNK_BYTES;
 use crate::ucx::{CloseRequest, Context, UcxError, Worker, WorkerOptions};
 
-/// Longest time for the messages of one meeting, and for its end. It takes some hundredths of a second.
+/// Longest time for the messages to one stand-in, and for its end. It takes some hundredths of a second.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Bytes of the messages: UCX chooses a protocol for each range of lengths.
 const LENGTHS: [usize; 3] = [256, 16 << 10, CHUNK_BYTES as usize];

@@ -125,7 +125,7 @@ impl Staged {
             Ok((device, begun))
         });
         match begun {
-            Ok((device, Some(ticket))) => drop(device.under_way.insert(ticket, then)),
+            Ok((device, Some(copy))) => drop(device.under_way.insert(copy, then)),
             Ok((device, None)) => device.waiting.push_back(Waiting { iovs, data: data.map(<[u8]>::to_vec), then }),
             Err(error) => self.failed.push((then, Err(error))),
         }
@@ -182,11 +182,11 @@ impl Staged {
     pub(crate) fn reap(&mut self, buffer: impl Fn(usize) -> Vec<u8>) -> Vec<Ended> {
         let mut ended = std::mem::take(&mut self.failed);
         for device in self.devices.values_mut() {
-            while let Some((ticket, result)) = device.stage.next_ended() {
-                let Some(mut then) = device.under_way.remove(&ticket) else { continue };
+            while let Some((copy, result)) = device.stage.next_ended() {
+                let Some(mut then) = device.under_way.remove(&copy) else { continue };
                 let bytes = result.map(|()| {
                     let begun = then.begin(&buffer).map(|mut data| {
-                        device.stage.take(ticket, &mut data);
+                        device.stage.take(copy, &mut data);
                         data
                     });
                     begun.unwrap_or_default()
@@ -195,7 +195,7 @@ impl Staged {
             }
             while let Some(work) = device.waiting.pop_front() {
                 match device.stage.begin(&work.iovs, work.data.as_deref()) {
-                    Ok(Some(ticket)) => drop(device.under_way.insert(ticket, work.then)),
+                    Ok(Some(copy)) => drop(device.under_way.insert(copy, work.then)),
                     Ok(None) => {
                         device.waiting.push_front(work);
                         break;

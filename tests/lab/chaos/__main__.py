@@ -42,7 +42,7 @@ WHOLE = {
 }
 """Series with a module of their own, whose `run` does all: module, rounds."""
 
-PORTIONS = ("kill-consumer", "kill-producer", "freeze", "cut", "restart-listener", "preempt", "soak")
+CHUNKED = ("kill-consumer", "kill-producer", "freeze", "cut", "restart-listener", "preempt", "soak")
 """Series that can be run with prompts that are read while they are computed."""
 
 TRANSPORTS = ("tcp", "shm")
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--key", action="store_true", help="all engines have one key")
     parser.add_argument(
-        "--portions",
+        "--chunks",
         action="store_true",
         help="both engines are asked at once, and prompts read while they are computed (always in preempt)",
     )
@@ -103,8 +103,8 @@ def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Ends the program where options do not go together, and where it is only to list the cases."""
     if parsed.rounds is not None and parsed.rounds < 1:
         parser.error(f"--rounds is {parsed.rounds}, expected at least 1")
-    if parsed.portions and (taken := [series for series in parsed.series if series not in PORTIONS]):
-        parser.error(f"--portions is for {', '.join(PORTIONS)}, not for {', '.join(taken)}")
+    if parsed.chunks and (taken := [series for series in parsed.series if series not in CHUNKED]):
+        parser.error(f"--chunks is for {', '.join(CHUNKED)}, not for {', '.join(taken)}")
     if not (parsed.list or parsed.case or parsed.connector):
         return
     if "matrix" not in parsed.series:
@@ -133,7 +133,7 @@ def main() -> int:
         atexit.register(folder.cleanup)
         os.environ["KVFERRY_KEY_FILE"] = f"{folder.name}/key"
         make_key(["key", os.environ["KVFERRY_KEY_FILE"]])
-    if options.portions:
+    if options.chunks:
         os.environ[chunked.VARIABLE] = "1"
     chosen = [*BY_TRANSPORT, *WHOLE] if "all" in options.series else options.series
     forked = ["lab.engines.engine"]

@@ -1,4 +1,4 @@
-"""Prompts that a producer computes in parts, while the consumer reads what is there: the option `--portions`.
+"""Prompts that a producer computes in parts, while the consumer reads what is there: the option `--chunks`.
 
 They share few blocks, as in an engine that is full: where none is free, the newest prompt gives its blocks away and
 begins again. Some do so for no reason, when the consumer has just been told of them.
@@ -16,8 +16,8 @@ from lab.engines.cache import TOKENS
 if TYPE_CHECKING:
     from lab.engines.engine import Engine
 
-VARIABLE = "KVFERRY_CHAOS_PORTIONS"
-"""Set for all engines of a run with `--portions`."""
+VARIABLE = "KVFERRY_CHAOS_CHUNKS"
+"""Set for all engines of a run with `--chunks`."""
 
 
 def chosen() -> bool:

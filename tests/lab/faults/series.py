@@ -31,7 +31,7 @@ QUICK: dict[str, object] = {
     "early_message_ms": 5_000,
     "tombstone_ms": 5_000,
     "peer_ttl_ms": 10_000,
-    "portion_tokens": TOKENS,
+    "chunk_tokens": TOKENS,
 }
 """Times for a fault to be over soon; what is told of each is that it ends, not when."""
 

@@ -27,7 +27,7 @@ import aiohttp
 from kvferry.bench.plot import svg
 
 from lab.common import DEPS, make_folder, say
-from lab.link.engines import CHUNK, FAMILIES, LONGEST, PORTIONS, TOKEN_BYTES, Engines, Variant
+from lab.link.engines import CHUNK, CHUNKED, FAMILIES, LONGEST, TOKEN_BYTES, Engines, Variant
 from lab.network import Network, why_not
 from lab.process import preload
 from lab.servers.client import Prompt, complete, complete_through
@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", choices=names, help="one family of engines (default: all)")
     parser.add_argument(
-        "--portion-tokens", type=int, metavar="N", help="of the engine that reads in portions (default: as shipped)"
+        "--chunk-tokens", type=int, metavar="N", help="of the engine that reads in chunks (default: as shipped)"
     )
     parser.add_argument("--json", type=Path, help="also write all samples to this file")
     parser.add_argument(
@@ -285,8 +285,8 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
     options.families = [family for family in FAMILIES if options.only in (None, family.name)]
-    if options.portion_tokens is not None:
-        PORTIONS["chunk_tokens"] = options.portion_tokens
+    if options.chunk_tokens is not None:
+        CHUNKED["chunk_tokens"] = options.chunk_tokens
     folder = make_folder("chaos", "link-")
     say(f"logs: {folder}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

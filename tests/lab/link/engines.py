@@ -52,19 +52,19 @@ class Family:
         return self.name == "kvferry"
 
 
-PORTIONS: dict[str, Any] = {}
-"""Settings of the decode engine that reads in portions."""
+CHUNKED: dict[str, Any] = {}
+"""Settings of the decode engine that reads in chunks."""
 _NIXL = {"kv_connector_module_path": "lab.probes.nixl", "kv_buffer_device": "cpu"}
 FAMILIES = (
     Family(
         "kvferry",
         {"kv_connector": "KvferryConnector"},
         (
-            Variant("kvferry in portions", "portions", at_once=True),
+            Variant("kvferry in chunks", "chunks", at_once=True),
             Variant("kvferry whole, at once", "whole", at_once=True),
             Variant("kvferry whole", "whole"),
         ),
-        {"portions": PORTIONS, "whole": {"chunk_tokens": 0}},
+        {"chunks": CHUNKED, "whole": {"chunk_tokens": 0}},
     ),
     Family("pull", {"kv_connector": "QuietNixlConnector", **_NIXL}, (Variant("stock pull"),)),
     Family("push", {"kv_connector": "NixlPushConnector", "kv_buffer_device": "cpu"}, (Variant("stock push"),)),

@@ -101,7 +101,7 @@ class _Vm(_Bare):
             for place, base in ((local, memory.address), (remote, theirs))
         )
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         assert self._pieces is not None
         local, remote = self._pieces
         ours, theirs, count, call, pid = local.ctypes.data, remote.ctypes.data, len(local), self._call, self._pid
@@ -138,7 +138,7 @@ class _Memcpy(_Bare):
         self._pids = (os.getpid(),)
         self.pairs = in_order(setup)
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         to, source, copy = self._memory.address, self._source.address, ctypes.memmove
         watch = Stopwatch(self._pids)
         for offset, size in self._runs:
@@ -157,7 +157,7 @@ class _DeviceCopy(_Bare):
         self._pids = (os.getpid(),)
         self.pairs = in_order(setup)
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         watch = Stopwatch(self._pids)
         self._memory.copy_from(self._source, self._runs)
         return watch.took(None)
@@ -194,7 +194,7 @@ class _SocketStarter(_SocketSide):
         self._stream = socket.create_connection(("127.0.0.1", hello), _LIMIT_S)
         self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         assert self._stream is not None
         watch = Stopwatch(self._pids)
         if self._reads:
@@ -255,7 +255,7 @@ class _Messages(_Bare):
             env={**os.environ, "KVFERRY_UCX_LIB": str(ucx_info()["path"]), "UCX_LOG_FILE": "stderr"},
         )
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         stdin, stdout = self._program.stdin, self._program.stdout
         assert stdin is not None
         assert stdout is not None

@@ -97,7 +97,7 @@ class Starter:
         local, remote, sizes = self._calls[0]
         self._call(local[:1], remote[:1], sizes[:1])
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         watch = Stopwatch(self._pids)
         for call in self._calls:
             self._call(*call)

@@ -107,7 +107,7 @@ class Starter:
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         agent, op, local, remote, poll_s = self._agent, self._op, self._local, self._remote, self._setup.poll_s
         caller = CallerClock()
         watch = Stopwatch(self._pids)
