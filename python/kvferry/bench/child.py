@@ -70,14 +70,14 @@ class Process:
         if self.is_written:
             self.memory.wipe(number)
 
-    def run(self, ticket: Any, watch: bool) -> Took:
+    def run(self, prepared: Any, watch: bool) -> Took:
         """A round. With `watch` a thread looks when the last byte has come, which costs some processor time."""
         self.side.warm()
         # Until the process that gave the order and the other side sleep: on few cores, the thread that this round
         # wakes would else be put on this thread's core, and stay there for a tick of the scheduler.
         time.sleep(_SETTLE_S)
         if not (watch and self.is_written):
-            took: Took = self.side.run(ticket)
+            took: Took = self.side.run(prepared)
             return took
         seen: list[float] = []
         stop = threading.Event()
@@ -94,7 +94,7 @@ class Process:
         thread = threading.Thread(target=look)
         thread.start()
         try:
-            took = self.side.run(ticket)
+            took = self.side.run(prepared)
         finally:
             stop.set()
             thread.join()

@@ -40,9 +40,9 @@ class Pair(AbstractContextManager["Pair"]):
         self._round += 1
         for side in (self._other, self._starter):
             side.ask("wipe", self._round)
-        ticket = self._other.ask("expect")
+        prepared = self._other.ask("expect")
         self._other.tell("known")
-        took: Took = self._starter.ask("run", ticket, watch)
+        took: Took = self._starter.ask("run", prepared, watch)
         known = self._other.answer("known")
         wrong = self._other.ask("check") + self._starter.ask("check")
         if wrong:

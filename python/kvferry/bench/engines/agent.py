@@ -45,7 +45,7 @@ class Starter:
             self._start(self._peer, self._segments[:1], [(local[:1], remote[:1])]).wait(self._limit_s)
         self._agent.poll()
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         agent, start, peer, segments = self._agent, self._start, self._peer, self._segments
         left, limit_s = len(self._blocks), self._limit_s
         caller = CallerClock()

@@ -35,7 +35,7 @@ class Starter(agent.Starter):
         self._small = small_ids(setup.work)
         self.pairs = [*setup.work.ids(), self._small]
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         caller = CallerClock()
         watch = Stopwatch((os.getpid(),))
         large = caller.call(self._start, self._peer, self._segments, self._blocks[0])

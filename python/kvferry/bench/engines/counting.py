@@ -32,8 +32,8 @@ class Starter:
     def warm(self) -> None:
         """The hold does it."""
 
-    def run(self, ticket: Any) -> Took:
-        variant, inner = ticket
+    def run(self, prepared: Any) -> Took:
+        variant, inner = prepared
         took: Took = self._starters[variant].run(inner)
         took.extra["variant"] = variant
         return took

@@ -65,8 +65,8 @@ class Starter(Protocol):
         """Moves one block, so that the round finds code and connection as warm as between busy engines. Checking
         every byte has driven them out of the caches."""
 
-    def run(self, ticket: Any) -> Took:
-        """Moves everything once. `ticket` is what the other side's `expect` returned."""
+    def run(self, prepared: Any) -> Took:
+        """Moves everything once. `prepared` is what the other side's `expect` returned."""
 
     def close(self) -> None:
         """Ends."""

@@ -56,18 +56,18 @@ class Starter:
     def warm(self) -> None:
         """The hold does it."""
 
-    def run(self, ticket: Any) -> Took:
+    def run(self, prepared: Any) -> Took:
         worker, scheduler = self._worker, self._scheduler
         tokens = self._work.blocks * TOKENS
-        for request, params in ticket:
+        for request, params in prepared:
             scheduler.arrived(request, params)
         _submit(scheduler, worker)
         # As long as a request waits in an engine: the hold has reached the producer then.
         time.sleep(0.02)
-        for (request, params), blocks in zip(ticket, self._blocks, strict=True):
+        for (request, params), blocks in zip(prepared, self._blocks, strict=True):
             scheduler.allocated(request, params, [blocks], tokens, tokens)
         step = scheduler.step()
-        left = {request for request, _ in ticket}
+        left = {request for request, _ in prepared}
         told, reports = [], []
         reported_at = 0.0
         caller = CallerClock()
@@ -100,7 +100,7 @@ class Starter:
         for report in reports:
             for failure in report["failed_recving"]:
                 raise RuntimeError(f"{failure['request']}: {failure['cause']}: {failure['message']}")
-        for (request, params), blocks in zip(ticket, self._blocks, strict=True):
+        for (request, params), blocks in zip(prepared, self._blocks, strict=True):
             scheduler.finished(request, params, "complete", [blocks], tokens)
         _submit(scheduler, worker)
         return took
@@ -127,7 +127,7 @@ class Other:
 
     def expect(self) -> Any:
         self._round += 1
-        ticket = []
+        prepared = []
         for index, blocks in enumerate(self._blocks):
             request = f"{self._round}.{index}"
             keep, params = self._scheduler.finished(
@@ -135,10 +135,10 @@ class Other:
             )
             if not keep or params is None:
                 raise RuntimeError("the producer's scheduler side granted no lease")
-            ticket.append((request, params))
+            prepared.append((request, params))
         _submit(self._scheduler, self._worker)
-        self._left = {request for request, _ in ticket}
-        return ticket
+        self._left = {request for request, _ in prepared}
+        return prepared
 
     def known(self, timeout: float) -> float | None:
         deadline = time.monotonic() + timeout
