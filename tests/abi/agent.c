@@ -61,6 +61,9 @@ static uint8_t *make_cache(unsigned owner, unsigned region, unsigned stride)
   return cache;
 }
 
+/* Descriptors of the peer's process. UCX writes its log to standard output. */
+enum { FROM_TEST = 100, TO_TEST };
+
 static void write_all(int fd, const void *data, size_t len)
 {
   const uint8_t *at = data;
@@ -109,12 +112,12 @@ static int serve(const char *transport)
   kvf_buffer metadata;
   OK(kvf_agent_metadata(agent, &metadata));
   uint64_t len = metadata.len;
-  write_all(STDOUT_FILENO, &len, sizeof len);
-  write_all(STDOUT_FILENO, metadata.data, metadata.len);
+  write_all(TO_TEST, &len, sizeof len);
+  write_all(TO_TEST, metadata.data, metadata.len);
   OK(kvf_buffer_free(&metadata));
 
   char order = 0;
-  read_all(STDIN_FILENO, &order, 1);
+  read_all(FROM_TEST, &order, 1);
   CHECK(order == 's');
   for (int told = 0; !told;) {
     kvf_event event;
@@ -131,10 +134,10 @@ static int serve(const char *transport)
   }
   for (unsigned region = 0; region < REGIONS; region++) {
     OK(kvf_agent_deregister(agent, regions[region]));
-    write_all(STDOUT_FILENO, caches[region], (size_t)BLOCKS * REMOTE);
+    write_all(TO_TEST, caches[region], (size_t)BLOCKS * REMOTE);
     free(caches[region]);
   }
-  read_all(STDIN_FILENO, &order, 1);
+  read_all(FROM_TEST, &order, 1);
   CHECK(order == 'q');
   OK(kvf_agent_shutdown(agent, GENEROUS_MS));
   OK(kvf_agent_free(agent));
@@ -286,7 +289,7 @@ static int test(const char *self, const char *transport)
   pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
-    CHECK(dup2(down[0], STDIN_FILENO) >= 0 && dup2(up[1], STDOUT_FILENO) >= 0);
+    CHECK(dup2(down[0], FROM_TEST) >= 0 && dup2(up[1], TO_TEST) >= 0);
     close(down[0]), close(down[1]), close(up[0]), close(up[1]);
     execl(self, self, transport, "peer", (char *)NULL);
     _exit(127);
