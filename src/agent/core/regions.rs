@@ -1,5 +1,6 @@
 //! The agent's own regions.
 
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::rc::Rc;
@@ -20,14 +21,30 @@ use crate::ucx;
 pub(crate) struct Hold {
     pub(crate) region: u32,
     pub(crate) peer: PeerId,
-    _uses: Rc<()>,
+    uses: Rc<Uses>,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.uses.is_closing.get() {
+            self.uses.ended.borrow_mut().push(self.region);
+        }
+    }
+}
+
+/// What the holds of a region share.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Uses {
+    is_closing: Cell<bool>,
+    /// Regions that are being deregistered and of which a hold has ended, in the order of these ends.
+    ended: Rc<RefCell<Vec<u32>>>,
 }
 
 #[cfg(test)]
 impl Hold {
     /// One of a region that there is not, for tests.
     pub(crate) fn new(region: u32, peer: PeerId) -> Hold {
-        Hold { region, peer, _uses: Rc::default() }
+        Hold { region, peer, uses: Rc::default() }
     }
 }
 
@@ -37,7 +54,7 @@ struct Region {
     exported: Option<ipc::Exported>,
     metadata: RegionMetadata,
     /// Shared by its holds.
-    uses: Rc<()>,
+    uses: Rc<Uses>,
     /// Whom to tell when it is unmapped; `Some` as soon as it is being deregistered.
     closing: Option<Vec<Reply<()>>>,
 }
@@ -49,15 +66,24 @@ pub(crate) struct Regions {
     table: BTreeMap<u32, Region>,
     /// The next region's index; none is used twice.
     next: u32,
-    /// Those that are being deregistered, and until when peers that read them may still do so.
-    closing: BTreeMap<u32, Option<Instant>>,
+    /// Until when peers may still read those that are being deregistered.
+    graces: BTreeMap<u32, Instant>,
+    /// Shared with the uses of all regions.
+    ended: Rc<RefCell<Vec<u32>>>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
     cuda: BTreeMap<u32, PrimaryContext>,
 }
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions { salt, table: BTreeMap::new(), next: 0, closing: BTreeMap::new(), cuda: BTreeMap::new() }
+        Regions {
+            salt,
+            table: BTreeMap::new(),
+            next: 0,
+            graces: BTreeMap::new(),
+            ended: Rc::default(),
+            cuda: BTreeMap::new(),
+        }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
@@ -114,7 +140,11 @@ impl Regions {
         let is_scattered = ipc::is_scattered(&range);
         let (base, len, kind) = (range.addr(), range.len(), range.kind());
         let metadata = RegionMetadata { base, len, kind, rkey, handle, is_scattered, is_filled_by_kernel };
-        Ok(Region { range, memory, exported, metadata, uses: Rc::default(), closing: None })
+        Ok(Region { range, memory, exported, metadata, uses: self.uses(), closing: None })
+    }
+
+    fn uses(&self) -> Rc<Uses> {
+        Rc::new(Uses { is_closing: Cell::new(false), ended: Rc::clone(&self.ended) })
     }
 
     fn live(&self, index: u32) -> Option<&Region> {
@@ -134,6 +164,11 @@ impl Regions {
             Some(MemoryKind::Cuda { .. }) => on_this_host,
             None => false,
         }
+    }
+
+    /// The index that the next region gets: all of before are below it.
+    pub(crate) fn next_index(&self) -> u32 {
+        self.next
     }
 
     /// The indices of registered regions.
@@ -166,7 +201,7 @@ impl Regions {
 
     /// A use of a region by a peer.
     pub(crate) fn hold(&self, region: u32, peer: PeerId) -> Option<Hold> {
-        self.table.get(&region).map(|known| Hold { region, peer, _uses: Rc::clone(&known.uses) })
+        self.table.get(&region).map(|known| Hold { region, peer, uses: Rc::clone(&known.uses) })
     }
 
     /// Starts a deregistration: no new transfer may use the region; `reply` is told when it is unmapped. Peers that read it
@@ -180,7 +215,12 @@ impl Regions {
                 let waiting = region.closing.get_or_insert_default();
                 waiting.retain(Reply::is_wanted);
                 waiting.push(reply);
-                self.closing.entry(index).or_insert(grace);
+                // Anew for a caller who asks again: other peers may read it now.
+                if let Some(grace) = grace {
+                    self.graces.entry(index).or_insert(grace);
+                }
+                region.uses.is_closing.set(true);
+                self.ended.borrow_mut().push(index);
                 Some(index)
             }
             _ => {
@@ -194,37 +234,40 @@ impl Regions {
     /// Unmaps a region that was registered for a caller who does not know of it.
     pub(crate) fn forget(&mut self, id: RegionId) {
         self.table.remove(&id.index());
-        self.closing.remove(&id.index());
+        self.graces.remove(&id.index());
     }
 
     /// The next end of a grace.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.closing.values().flatten().min().copied()
+        self.graces.values().min().copied()
     }
 
     /// Takes the regions whose readers have had their time.
     pub(crate) fn take_overdue(&mut self, now: Instant) -> Vec<u32> {
-        let overdue =
-            self.closing.iter_mut().filter_map(|(index, grace)| grace.take_if(|at| *at <= now).map(|_| *index));
-        overdue.collect()
+        let overdue: Vec<u32> =
+            self.graces.iter().filter(|(_, grace)| **grace <= now).map(|(index, _)| *index).collect();
+        for index in &overdue {
+            self.graces.remove(index);
+        }
+        overdue
     }
 
     /// Unmaps the regions that are being deregistered and that nothing uses any more.
     pub(crate) fn unmap_unused(&mut self) {
-        let Regions { table, closing, .. } = self;
-        closing.retain(|index, _| {
-            let Entry::Occupied(region) = table.entry(*index) else { return false };
-            if Rc::strong_count(&region.get().uses) > 1 {
-                return true;
+        for index in self.ended.take() {
+            let Entry::Occupied(region) = self.table.entry(index) else { continue };
+            // One whose deregistration was abandoned stays.
+            if region.get().closing.is_none() || Rc::strong_count(&region.get().uses) > 1 {
+                continue;
             }
+            self.graces.remove(&index);
             let Region { memory, exported, closing, .. } = region.remove();
             // The last owner: operations hold one each, and there are none. Descriptors of device memory keep it from being free.
             drop((memory, exported));
             for reply in closing.unwrap_or_default() {
                 let _ = reply.send(Ok(()));
             }
-            false
-        });
+        }
     }
 
     /// Deregistrations that are under way do not end well: the agent ends before what uses the memory has.
@@ -276,7 +319,7 @@ impl Regions {
             && self.table.len() < count
         {
             let (range, memory, metadata) = (*range, Arc::clone(memory), metadata.clone());
-            let uses = Rc::default();
+            let uses = self.uses();
             self.table.insert(self.next, Region { range, memory, exported: None, metadata, uses, closing: None });
             self.next += 1;
         }

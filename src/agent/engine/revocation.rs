@@ -26,13 +26,13 @@ impl Engine {
             }
         }
         // These cannot be asked any more.
-        let given_up: Vec<(PeerId, GivenUp)> = self.holds.given_up().collect();
+        let given_up: Vec<(PeerId, GivenUp)> = self.holds.given_up(region).collect();
         for (id, GivenUp { is_near, on_this_host, .. }) in given_up {
             self.hold(region, id, is_near, on_this_host);
         }
     }
 
-    /// Holds a region for a peer that may use it by itself. Whether it was not held before.
+    /// Holds a region for a peer that may access it directly. Returns true if the hold is new.
     fn hold(&mut self, region: u32, id: PeerId, is_near: bool, on_this_host: bool) -> bool {
         self.regions.may_be_used_by(region, on_this_host, is_near)
             && self.regions.hold(region, id).is_some_and(|hold| self.holds.insert(hold))
@@ -104,7 +104,7 @@ impl Engine {
             None => self.holds.forget(id),
             Some(given_up) => {
                 let until = now.checked_add(self.transfers.cancel_grace).filter(|_| self.closing.is_none());
-                self.holds.give_up(id, given_up, until);
+                self.holds.give_up(id, given_up, ..self.regions.next_index(), until);
             }
         }
     }
@@ -291,6 +291,45 @@ mod tests {
         // The other way nothing was cut.
         owner.peers.find_neighbours();
         assert!(owner.peers.get(there).unwrap().locality.neighbour.is_some());
+    }
+
+    /// Peers that have connected meanwhile may read the region.
+    #[test]
+    fn second_deregistration_has_a_grace_again() {
+        let other = other(Transport::Shm);
+        let mut engine = undriven(config("a", Transport::Shm), 77);
+        let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
+        let peer = connect(&mut engine, &other);
+        let hold = engine.regions.hold(region.index(), peer).unwrap();
+        engine.holds.insert(hold);
+        engine.holds.note_use(peer);
+        let _first = deregister(&mut engine, region);
+        let grace = engine.regions.deadline().unwrap();
+        engine.check_holders(grace);
+        assert_eq!(engine.regions.deadline(), None);
+        let _second = deregister(&mut engine, region);
+        assert!(engine.regions.deadline().is_some());
+        engine.holds.release(peer, region.index());
+        engine.dispatch(grace);
+        assert_eq!(engine.stats().regions, 0);
+    }
+
+    /// It cannot have begun to copy that one.
+    #[test]
+    fn given_up_peer_holds_no_later_region() {
+        let other = other(Transport::Shm);
+        let mut engine = undriven(config("a", Transport::Shm), 77);
+        let early = engine.register(MemoryRange::leaked(LEN)).unwrap();
+        let peer = connect(&mut engine, &other);
+        engine.disconnect(peer, Instant::now()).unwrap();
+        engine.dispatch(Instant::now());
+        engine.holds.note_use(peer);
+        let given_up = GivenUp { process: None, is_near: true, on_this_host: true };
+        engine.end_uses(peer, Some(given_up), Instant::now());
+        let late = engine.register(MemoryRange::leaked(LEN)).unwrap();
+        let _early = deregister(&mut engine, early);
+        deregister(&mut engine, late).wait(Duration::ZERO).unwrap().unwrap();
+        assert_eq!(engine.stats().regions, 1);
     }
 
     /// A process that is stopped may be in the midst of a copy.

@@ -186,9 +186,11 @@ fn late_hello_does_not_roll_a_connection_back() {
     // Nor does an answer over the earlier connection.
     let own = engine.peers.get(id).unwrap().connection.number;
     assert_eq!(take(&mut engine, hello(&address, (1, 10), Some(own))), (false, newer));
-    // Nor does one of the same connection that was overtaken.
-    assert_eq!(take(&mut engine, hello(&address, (1, 20), None)), (false, newer));
-    let (is_taken, newest) = take(&mut engine, hello(&address, (3, 30), None));
+    // One of the same connection that was overtaken says nothing new.
+    assert_eq!(take(&mut engine, hello(&address, (1, 20), None)), (true, newer));
+    // An answer over a new connection is that of a peer that has left the one before.
+    assert_eq!(take(&mut engine, hello(&address, (3, 25), Some(own))), (true, Some((id, Some(25)))));
+    let (is_taken, newest) = take(&mut engine, hello(&address, (4, 30), None));
     assert!(is_taken && newest.unwrap().0 != id && newest.unwrap().1 == Some(30));
     engine.disconnect(newest.unwrap().0, Instant::now()).unwrap();
     assert_eq!(take(&mut engine, hello(&address, (2, 20), None)), (false, None));

@@ -1,9 +1,9 @@
-//! Which peers are dead, so that they are not connected to again.
+//! Remembers dead peers, so that the agent does not connect to them again.
 //!
-//! UCX (seen with 1.23) never gives back what an endpoint has opened, a TCP socket for one, when it cannot be made because the
-//! peer's process is gone: it refuses the lane that copies that process's memory after it has made the others. Of a peer that
-//! was connected, the process is known and looked at before UCX is asked. Of one that never answered nothing is known but
-//! UCX's refusal, so that it costs those descriptors once.
+//! UCX (seen with 1.23) leaks what an endpoint has opened, such as a TCP socket, when it cannot make the endpoint
+//! because the peer's process is gone: it refuses the lane that copies that process's memory after it has made the
+//! others. The process of a peer that was connected is known, and is checked before UCX is asked. For a peer that never
+//! answered, only UCX's refusal tells, so it costs those descriptors once.
 
 use std::collections::VecDeque;
 
@@ -18,7 +18,8 @@ const KEPT: usize = 1024;
 pub(super) struct Gone {
     /// The processes of peers on this host, in this process's PID namespace.
     processes: VecDeque<(Incarnation, u32)>,
-    /// Addresses whose process UCX has not found. Not incarnations, which a stranger's hello may name with another address.
+    /// Addresses whose process UCX has not found. Incarnations would not do: a stranger's hello may name one with
+    /// another address.
     addresses: VecDeque<Vec<u8>>,
 }
 

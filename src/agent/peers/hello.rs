@@ -156,7 +156,13 @@ impl Peers {
         if frame.kind == FrameKind::SealedHello || frame.kind == FrameKind::Hello && frame.sequence != 0 {
             let Peers { hello_numbers, by_incarnation, .. } = self;
             let sender = (hello.incarnation, &*hello.address);
-            hello_numbers.take(sender, frame.sequence, |agent| by_incarnation.contains_key(&agent))?;
+            let number = hello_numbers.take(sender, frame.sequence, |agent| by_incarnation.contains_key(&agent));
+            if let Err(late) = number {
+                // Of one connection, a later hello says all that an earlier one does.
+                let known = self.find(hello.incarnation).and_then(|id| self.get(id).ok());
+                let is_current = known.is_some_and(|peer| peer.connection.is_current(hello.connection));
+                return if is_current && !self.are_keyed() { Ok(()) } else { Err(late) };
+            }
         }
         let Some(id) = self.find(hello.incarnation) else {
             return match hello.seen {
@@ -177,6 +183,10 @@ impl Peers {
             // It says nothing new.
             (_, Some(known)) if known == hello.connection => Ok(()),
             // The peer took up this side's hello after this side had taken up one of its own: it knows another connection.
+            (Some(_), Some(_)) if !self.are_keyed() => {
+                self.by_id.drop_held(id);
+                self.greet(id, &hello, io)
+            }
             (Some(_), Some(_)) => {
                 let error = Error::new(ErrorKind::PeerDied, format!("agent {} has made a new connection", hello.name));
                 io.effects.lose(id, error);

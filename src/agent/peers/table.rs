@@ -115,6 +115,14 @@ impl PeerTable {
         due
     }
 
+    /// Forgets the messages of a peer, whose next one is its first.
+    pub(super) fn drop_held(&mut self, id: PeerId) {
+        if let Some(peer) = self.by_id.get_mut(&id) {
+            let inbox = std::mem::take(&mut peer.connection.inbox);
+            self.held_bytes = self.held_bytes.saturating_sub(inbox.held_bytes() as u64);
+        }
+    }
+
     /// Bytes of messages of all peers that wait for earlier ones.
     pub(super) fn held_bytes(&self) -> u64 {
         self.held_bytes

@@ -1,6 +1,7 @@
 //! Regions of this side that peers were asked to release.
 
 use std::collections::BTreeMap;
+use std::ops::RangeTo;
 use std::time::Instant;
 
 use crate::agent::core::effect::GivenUp;
@@ -14,8 +15,9 @@ struct Holder {
     holds: BTreeMap<u32, Hold>,
     /// Whether it has said that it uses memory of this side for longer, and will say when it does not.
     is_in_use: bool,
-    /// Where it was given up and can say nothing any more: how long what it has begun may take, if there is a limit.
-    given_up: Option<(GivenUp, Option<Instant>)>,
+    /// Where it was given up and can say nothing any more: the regions that what it has begun may use, and how long that may
+    /// take, if there is a limit.
+    given_up: Option<(GivenUp, RangeTo<u32>, Option<Instant>)>,
 }
 
 /// The peers that may use regions which are being deregistered, and those that were given up and may use any.
@@ -57,16 +59,19 @@ impl Holds {
         self.0.iter().filter(move |(_, holder)| holder.holds.contains_key(&region)).map(|(peer, _)| *peer)
     }
 
-    /// A peer is given up whose process goes on, and with it what it has begun, `until` then at the latest if it has not said
-    /// that it takes longer.
-    pub(crate) fn give_up(&mut self, peer: PeerId, given_up: GivenUp, until: Option<Instant>) {
+    /// A peer is given up whose process goes on, and with it what it has begun with these `regions`, `until` then at the latest
+    /// if it has not said that it takes longer.
+    pub(crate) fn give_up(&mut self, peer: PeerId, given_up: GivenUp, regions: RangeTo<u32>, until: Option<Instant>) {
         let holder = self.0.entry(peer).or_default();
-        holder.given_up = Some((given_up, until.filter(|_| !holder.is_in_use)));
+        holder.given_up = Some((given_up, regions, until.filter(|_| !holder.is_in_use)));
     }
 
-    /// The peers that were given up.
-    pub(crate) fn given_up(&self) -> impl Iterator<Item = (PeerId, GivenUp)> {
-        self.0.iter().filter_map(|(peer, holder)| Some((*peer, holder.given_up?.0)))
+    /// The peers that were given up and may use a region.
+    pub(crate) fn given_up(&self, region: u32) -> impl Iterator<Item = (PeerId, GivenUp)> {
+        self.0.iter().filter_map(move |(peer, holder)| {
+            let (given_up, regions, _) = holder.given_up?;
+            regions.contains(&region).then_some((*peer, given_up))
+        })
     }
 
     /// A peer is gone, and uses nothing any more.
@@ -77,15 +82,18 @@ impl Holds {
     /// Forgets the peers that were given up and have had their time, or whose processes have ended.
     pub(crate) fn forget_ended(&mut self, now: Instant, has_ended: impl Fn(u32) -> bool) {
         self.0.retain(|_, holder| {
-            holder.given_up.is_none_or(|(GivenUp { process, .. }, until)| {
-                until.is_none_or(|until| now < until) && !process.is_some_and(&has_ended)
+            holder.given_up.is_none_or(|(GivenUp { process, .. }, _, until)| {
+                // The system is asked only where something waits for it.
+                let is_awaited = !holder.holds.is_empty();
+                until.is_none_or(|until| now < until)
+                    && !process.is_some_and(|process| is_awaited && has_ended(process))
             })
         });
     }
 
     /// When the next of these has had its time.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.0.values().filter_map(|holder| holder.given_up?.1).min()
+        self.0.values().filter_map(|holder| holder.given_up?.2).min()
     }
 }
 
@@ -132,15 +140,19 @@ mod tests {
         holds.note_use(A);
         for peer in [A, B] {
             assert!(holds.insert(Hold::new(3, peer)));
-            holds.give_up(peer, given_up(Some(70)), Some(until));
+            holds.give_up(peer, given_up(Some(70)), ..4, Some(until));
         }
         holds.forget_ended(now, |_| false);
         assert_eq!((holders_of(&holds, 3), holds.deadline()), (vec![A, B], Some(until)));
         holds.release(B, 3);
-        assert_eq!(holds.given_up().count(), 2, "it may use others");
+        assert_eq!((holds.given_up(2).count(), holds.given_up(4).count()), (2, 0), "it may use others of before");
         holds.forget_ended(until, |_| false);
-        assert_eq!((holders_of(&holds, 3), holds.given_up().count()), (vec![A], 1), "it has said that it takes longer");
+        assert_eq!(
+            (holders_of(&holds, 3), holds.given_up(3).count()),
+            (vec![A], 1),
+            "it has said that it takes longer"
+        );
         holds.forget_ended(until, |process| process == 70);
-        assert!(holds.given_up().next().is_none() && holds.holders().next().is_none());
+        assert!(holds.given_up(3).next().is_none() && holds.holders().next().is_none());
     }
 }
