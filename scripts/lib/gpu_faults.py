@@ -143,8 +143,8 @@ FAULTS = (
     Fault(
         "the progress thread unmaps",
         IPC,
-        "let _ = queue.send(Some(Box::new(Mapped { context, mapping, queue: None, trace })));",
-        "drop((queue, Mapped { context, mapping, queue: None, trace }));",
+        "let _ = queue.send(Some(Box::new(MappedMemory { context, mapping, queue: None, trace })));",
+        "drop((queue, MappedMemory { context, mapping, queue: None, trace }));",
         "auto: beside memory that is unmapped and waits",
         r"TimedOutError: timeout: transfer \d+ has not ended",
         double=WAITING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def _use_tree() -> None:
 
 if importlib.util.find_spec("kvferry") is None:
     _use_tree()
+
+
+# A shell has its background jobs ignore it, which processes inherit: tests that interrupt would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SHARED = re.compile(r"tests/python/(doctor|gpu|nixl)/|trio-(one-group|hybrid)")
