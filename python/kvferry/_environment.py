@@ -26,7 +26,7 @@ def variables() -> list[str]:
 
 
 def wrong_variables() -> dict[str, str]:
-    """The variables of this process whose values the library refuses, and what it says of each."""
+    """Returns this process's variables whose values the library refuses, with its message about each."""
     wrong = {}
     for name in variables():
         with without(other for other in variables() if other != name):

@@ -1,7 +1,7 @@
-//! A file with an agent's figures in Prometheus' text format, for hosts that cannot call the agent: NIXL's user sees the plug-in
-//! and not the agent in it.
+//! Writes an agent's metrics to a file in Prometheus' text format.
 //!
-//! A thread of its own writes it, so that a disk that hangs holds up no transfer.
+//! The file is for hosts that cannot call the agent, such as NIXL, whose user sees the plug-in and not the agent in it.
+//! A separate thread writes it, so that a hung disk delays no transfer.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -18,7 +18,7 @@ use crate::settings::{self, Component};
 
 /// A worker's configuration. Sizes count ranks.
 ///
-/// Each field, and each of [`AgentConfig`] and [`WorkerSettings`], takes the value of the key that is called so.
+/// Each field, and each of [`AgentConfig`] and [`WorkerSettings`], takes the value of the key of the same name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerConfig {
     /// The engine of this worker. It is the same on all of its ranks and its scheduler.

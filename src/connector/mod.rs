@@ -1,4 +1,4 @@
-//! The drivers of the state machines: they pump `proto` <-> `agent`, `net` and the clock, and decide nothing.
+//! Drives the state machines: connects `proto` to `agent`, `net` and the clock, and decides nothing.
 //!
 //! [`Worker`] is one per rank, in the process that owns the KV cache; [`Scheduler`] is one per engine, in the process
 //! that schedules, which needs neither a device nor UCX.

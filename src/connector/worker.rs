@@ -225,10 +225,11 @@ impl Worker {
         self.shared.take_encoded()
     }
 
-    /// Leaves reports in `outbox` from now on, for callers that poll often. A report that is too long, or comes
-    /// before the last one was read, waits for [`Worker::poll`]. That also takes the report in the outbox, so it may
-    /// not be called while a thread reads there. None ends that. When this returns an earlier outbox is not touched
-    /// any more.
+    /// Leaves reports in `outbox` from now on, for callers that poll often.
+    ///
+    /// A report that is too long, or that comes before the last one was read, waits for [`Worker::poll`]. That call
+    /// also takes the report in the outbox, so do not make it while a thread reads there. `None` ends the use of
+    /// an outbox. Once this returns, an earlier outbox is no longer touched.
     pub fn set_outbox(&self, outbox: Option<Outbox>) {
         self.shared.set_outbox(outbox);
     }

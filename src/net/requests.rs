@@ -98,7 +98,7 @@ impl Requests {
         sent.filter_map(|r| if let RequestPhase::Sent(at) = r.phase { Some(at + r.answer_timeout) } else { None }).min()
     }
 
-    /// Those that have waited for long enough wait for twice as long the next time, up to `most`.
+    /// Doubles the answer timeout, up to `most`, of the listener's requests that have exceeded it.
     pub(super) fn wait_longer(&mut self, now: Instant, key: &(String, u16), most: Duration) {
         for r in self.open.values_mut().filter(|r| r.key == *key) {
             if matches!(r.phase, RequestPhase::Sent(at) if at + r.answer_timeout <= now) {
@@ -112,7 +112,7 @@ impl Requests {
         self.open.values().filter(|r| r.key == *key && matches!(r.phase, RequestPhase::Sent(_))).count()
     }
 
-    /// When [`Requests::expire`] must run.
+    /// The times by which [`Requests::expire`] must run.
     pub(super) fn deadlines(&self) -> impl Iterator<Item = Instant> {
         self.open.values().map(|r| match r.phase {
             RequestPhase::Resting(until) => until.min(r.deadline),
@@ -120,8 +120,8 @@ impl Requests {
         })
     }
 
-    /// Makes those ready to be sent again whose pause is over, and gives up those whose deadline has come. `way` is the
-    /// connection to a listener, if there is one.
+    /// Makes requests ready to be sent again once their pause is over, and gives up those whose deadline has come.
+    /// `route` returns the connection to a listener, if there is one.
     pub(super) fn expire<'a>(&mut self, now: Instant, route: impl Fn(&(String, u16)) -> Option<&'a ListenerRoute>) {
         let mut failed = Vec::new();
         for (id, r) in &mut self.open {

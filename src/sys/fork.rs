@@ -1,11 +1,11 @@
-//! Which process this is, and values of which each process has its own, without a lock that a fork could copy while it is held.
+//! The process id, and values that each process has for itself, without a lock that a fork could copy while it is held.
 
 use std::process;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
-/// Four bytes of memory that are zero in a process that was forked off, until that has written its own number there; null
-/// before the first question, [`NOWHERE`] where the kernel has no such memory.
+/// Memory for the process id, which the kernel zeroes in a forked child. Null before the first call; [`NOWHERE`] where
+/// the kernel has no such memory.
 static KEPT: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 static NOWHERE: AtomicU32 = AtomicU32::new(0);
 
@@ -18,7 +18,7 @@ pub fn process_id() -> u32 {
     if ptr::eq(kept, &raw const NOWHERE) {
         return process::id();
     }
-    // Nothing else depends on it: who sees zero asks again.
+    // Nothing else depends on it: a thread that sees zero asks the system again.
     match kept.load(Ordering::Relaxed) {
         0 => {
             let own = process::id();

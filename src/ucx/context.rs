@@ -255,10 +255,10 @@ pub(super) fn alike(wrong: &str, right: &str) -> bool {
     strsim::levenshtein(&wrong.to_ascii_uppercase(), right) <= 1
 }
 
-/// Returns UCX's value of a setting that is not a transport's.
+/// Returns UCX's value of a setting that belongs to no transport.
 ///
-/// `name` has no prefix. The value is the environment's, else that of UCX's configuration files, else UCX's default; `None`
-/// where this UCX cannot tell.
+/// `name` has no prefix. The value comes from the environment, else from UCX's configuration files, else it is UCX's
+/// default; `None` if this UCX cannot tell.
 ///
 /// # Errors
 /// [`Status::INVALID_PARAM`] for a variable that UCX refuses.

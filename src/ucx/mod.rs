@@ -1,9 +1,9 @@
-//! UCX made safe: the only user of `ucx-sys`.
+//! A safe interface to UCX; the only user of `ucx-sys`.
 //!
 //! libucp is opened at run time ([`Library`]). A [`Context`] registers [`Memory`] and may be used from
-//! several threads; a [`Worker`] and its [`Endpoint`]s and [`Rkey`]s are used by one thread at a time, and go from
-//! one to another all together or not at all. Ownership keeps the order that UCX asks for: memory, rkeys, endpoints
-//! and workers hold what they need, and an operation under way holds all that it uses until UCX has ended it.
+//! several threads. A [`Worker`] and its [`Endpoint`]s and [`Rkey`]s are used by one thread at a time; they move to
+//! another thread all together or not at all. Ownership enforces the order that UCX requires: memory, rkeys, endpoints
+//! and workers hold what they need, and an operation in flight holds all that it uses until UCX has ended it.
 //!
 //! Nothing here blocks, except [`Worker::close`] and the drop of a worker. The owner calls
 //! [`Worker::progress`] and then empties [`Worker::poll_completion`], [`Worker::poll_message`] and
@@ -11,8 +11,8 @@
 //!
 //! UCX's callbacks only push to queues: they call nothing of UCX, free nothing and cannot unwind.
 //!
-//! There is no cancelling of one operation, because UCX has none for reads, writes and sends
-//! (ucp_request_cancel does nothing for them): closing the endpoint by force ends all of its operations.
+//! A single operation cannot be cancelled, because UCX cancels no reads, writes or sends (ucp_request_cancel does
+//! nothing for them): closing the endpoint by force ends all of its operations.
 
 mod am;
 mod candidate;

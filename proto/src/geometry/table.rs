@@ -1,8 +1,8 @@
-//! How areas travel: as columns, each of one value where all areas have the same, but for the names of layers, which are a
-//! list that tells how many areas there are.
+//! The wire format of areas: columns, each a single value where all areas have the same.
 //!
-//! The layers of a rank differ in their names and offsets and in little else. With 64 layers that is a ninth of the bytes of
-//! a map per area, and a consumer that meets an engine of 64 ranks reads as many of these at once.
+//! Only the names of the layers are always a list, which tells how many areas there are. The layers of a rank differ in
+//! their names and offsets and in little else. With 64 layers, columns take a ninth of the bytes of a map per area, and
+//! a consumer that connects to an engine of 64 ranks reads as many of these at once.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -1,6 +1,6 @@
-//! From the geometries of two engines and a request's block lists to copy operations.
+//! Turns the geometries of two engines and a request's block lists into copy operations.
 //!
-//! [`assign`] says which rank of the producer each rank of the consumer reads what from. [`RankPlan`] is computed once
+//! [`assign`] says what each consumer rank reads from which producer rank. [`RankPlan`] is computed once
 //! per such pair of ranks: the intersection of their address maps, cut into [`Segment`]s that repeat at every block.
 //! [`RankPlan::request`] adds a request's block lists, which gives a [`CopyPlan`]. [`Expander`] turns that into
 //! operations while they are posted, merging neighbours.

@@ -241,7 +241,7 @@ fn even(area: &Area, group: &Group, subs: u64) -> Option<u64> {
     (exact && paged && group.token_ranks == 1).then_some(stride)
 }
 
-/// The rank that reads, to be planned with many others.
+/// The rank that reads; it is planned against many remote ranks.
 pub struct LocalRank<'a> {
     index: RankIndex<'a>,
     /// See [`RankPlan::shared`].

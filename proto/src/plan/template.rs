@@ -53,8 +53,8 @@ pub(super) fn pair<'a>(
     }
 }
 
-/// A layer of the two sides that cannot be copied part by part: a part is missing on one of them, or what one packs is not
-/// what the other has apart.
+/// The error for a layer that cannot be copied part by part: one side lacks a part, or packs other parts than the other
+/// side has apart.
 #[derive(Debug)]
 pub(super) struct PartsDiffer;
 

@@ -1,4 +1,4 @@
-//! Which hosts a consumer may be sent to by `kv_transfer_params`, which come through proxies and from clients.
+//! The hosts that `kv_transfer_params`, which come through proxies and from clients, may send a consumer to.
 
 use core::net::{IpAddr, Ipv6Addr};
 use std::collections::BTreeSet;

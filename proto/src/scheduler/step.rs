@@ -40,7 +40,7 @@ fn encode(step: &StepMetadata, most: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Pieces of work; what the engine's ranks hold is one.
+/// Returns the number of pieces of work; all that the engine's ranks hold counts as one.
 fn count(step: &StepMetadata) -> usize {
     let StepMetadata { grants, dropped, holds, loads, releases, aborts, engine } = step;
     let lists = [grants.len(), dropped.len(), holds.len(), loads.len(), releases.len(), aborts.len()];

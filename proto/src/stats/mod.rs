@@ -16,10 +16,10 @@ pub use prometheus::{Row, prometheus};
 
 use super::wire::Cause;
 
-/// Counters of one worker since its last report; merging adds. [`METRICS`] has the meaning of each.
+/// Counters of one worker since its last report; merging adds them. [`METRICS`] has the meaning of each.
 ///
-/// Gauges travel as changes since the last report, so that the sum over reports is what holds now, and the sum over
-/// ranks what holds on all of them.
+/// Gauges are sent as changes since the last report. Their sum over reports is the present value, and their sum over
+/// ranks is the value for all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Stats {

@@ -73,15 +73,15 @@ pub struct Load {
     pub tokens: (u64, u64),
     /// Tokens that the producer's blocks hold.
     pub remote_tokens: u64,
-    /// True if the prefill may still be under way. Its blocks, tokens and lease are asked of the producer's listener,
-    /// which tells when it is over.
+    /// True if the prefill may still be under way. The producer's listener gives its blocks, tokens and lease, and
+    /// tells when it is over.
     #[serde(default)]
     pub awaits: bool,
     /// The id that stands for no block.
     pub null_block: Option<u32>,
     /// See [`Wanted::window_only`].
     pub window_only: bool,
-    /// Why the load cannot be, if the scheduler side found that. Nothing is read, the leases are released, and the
+    /// Why the load is impossible, if the scheduler side found that. Nothing is read, the leases are released, and the
     /// load fails as an invalid request with this explanation.
     #[serde(default)]
     pub refused: Option<String>,

@@ -1,26 +1,26 @@
 //! The worker side's state machine: one per rank, producer and consumer at once, without I/O and without a clock.
 //!
-//! The driver hands in what happened (`handle_*`), each time with the present time, which never goes back. After each
-//! `handle_*` it polls, in this order:
+//! The driver passes in events (`handle_*`), each with the current time, which never goes back. After each `handle_*`
+//! it polls, in this order:
 //!
-//! 1. [`WorkerMachine::poll_action`] until it gives nothing: what to do, in the order in which to do it;
-//! 2. [`WorkerMachine::poll_report`]: what the scheduler side is to be told, gathered since the last call;
+//! 1. [`WorkerMachine::poll_action`] until it returns `None`: the actions, in the order in which to take them;
+//! 2. [`WorkerMachine::poll_report`]: the report for the scheduler side, gathered since the last call;
 //! 3. [`WorkerMachine::poll_timeout`]: when to call [`WorkerMachine::handle_timeout`] at the latest.
 //!
 //! A report may be polled later than the actions, never before them: the blocks of a reported request may be reused at
 //! once.
 //!
 //! **Producer.** A grant makes a lease. Heartbeats of its readers renew it. Each reader's `Done` is answered by a verdict,
-//! `Valid` only while the lease holds. When as many readers as were announced need it no more, or when it runs out, the
+//! `Valid` only while the lease holds. Once all announced readers no longer need it, or once it expires, the
 //! request is reported in `finished_sending`, once per grant. A `Done` or `Release` that comes before the grant waits for it.
 //! A grant that consumers may await is reported in `granted`.
 //!
-//! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
-//! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
-//! reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers can touch
-//! memory any more. A load whose prefill may still be under way holds until that is over, and meanwhile reads the written
-//! chunks (`consumer/chunks.rs`). A release tells the producer and is not reported. Requests that name the same lease use it
-//! together: the producer is told when the last of them needs it no more.
+//! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does the missing ones of these steps, reads,
+//! sends `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case
+//! it is reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers
+//! can touch memory any more. A load whose prefill may still be under way holds until that is over, and meanwhile reads
+//! the written chunks (`consumer/chunks.rs`). A release tells the producer and is not reported. Requests that name the
+//! same lease use it together: the producer is told when the last of them needs it no more.
 
 mod action;
 mod config;

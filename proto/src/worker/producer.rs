@@ -62,7 +62,7 @@ struct Lease {
     history: bool,
     /// The ids of earlier leases of this name.
     former: Vec<u64>,
-    /// True if an engine has named it. None that cannot counts from then on.
+    /// True if an engine has named it. From then on, engines that cannot name it do not count.
     named: bool,
     /// The number of readers to hear from, per consumer engine, as far as they have said.
     expected: HashMap<EngineId, usize>,

@@ -18,16 +18,16 @@ pub enum TraceEvent {
     },
     /// A load is over.
     RecvEnded {
-        /// As in its begin.
+        /// The number in its begin event.
         number: u64,
         /// How it went.
         receive: Box<ReceiveTrace>,
     },
     /// A request that was held is over without a load.
     RecvReleased {
-        /// As in its begin.
+        /// The number in its begin event.
         number: u64,
-        /// As in its begin.
+        /// The request in its begin event.
         request: RequestId,
         /// When.
         at: Time,
@@ -39,9 +39,9 @@ pub enum TraceEvent {
         /// When.
         at: Time,
     },
-    /// It no longer does.
+    /// The producer no longer keeps a request's blocks.
     SendEnded {
-        /// As in its begin.
+        /// The request in its begin event.
         request: RequestId,
         /// When.
         at: Time,

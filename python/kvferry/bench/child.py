@@ -36,7 +36,7 @@ def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Ot
 
 
 class Process:
-    """`pair.Pair` says what is called when."""
+    """One side of an engine; `pair.Pair` says when each method is called."""
 
     def __init__(self, setup: Setup, starts: bool, other: int) -> None:
         self.setup = setup

@@ -19,7 +19,7 @@ from .sizes import size_text
 from .work import Work
 
 SIZES = [4096 << step for step in range(0, 11, 2)]
-"""Of blocks, from 4 KiB to 4 MiB."""
+"""Block sizes, from 4 KiB to 4 MiB."""
 REQUEST = 32 << 20
 """Bytes of a request."""
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace) -> Load | None:
-    """What was asked for; None without `--rate`. Raises `UsageError` for options that count only with it."""
+    """Returns the requested load; None without `--rate`. Raises `UsageError` for options that count only with it."""
     if options.rate is None:
         for name in OPTIONS:
             if getattr(options, name) is not None:
@@ -76,7 +76,7 @@ def load(options: argparse.Namespace) -> Load | None:
 
 
 def sums(asked: Load, deployment: dict[str, Any], described: Description) -> Capacity:
-    """What each engine of the deployment needs."""
+    """Computes what each engine of the deployment needs."""
     links = described["links"]
     size = sum(link["bytes"] for link in links)
     handover = size * 8 / 1e9 / asked.link

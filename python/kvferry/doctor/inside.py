@@ -36,10 +36,10 @@ def library() -> Result:
 
 
 def candidates(ucx_lib: str | None) -> Result:
-    """Every libucp that the search for a UCX comes by, in its order, and what became of each.
+    """Returns every libucp that the search for a UCX comes across, in search order, with its outcome.
 
-    Maps of `path`, `source`, `fate` ("chosen", "refused", "not_tried"), `version` and `why`. Opens the one that is
-    chosen; that there is none is no error.
+    Each is a map of `path`, `source`, `fate` ("chosen", "refused", "not_tried"), `version` and `why`. Opens the chosen
+    one; it is no error if there is none.
     """
 
     return _result(

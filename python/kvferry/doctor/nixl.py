@@ -15,7 +15,7 @@ _ORDER = (
     *("dangling", "failed", "refused", "hidden", "elsewhere", "silent", "no-rdma", "two-ucx"),
     *("works", "untried", "uninstalled", "absent"),
 )
-"""Of several wheels the first of these is told."""
+"""The cases by priority: of several wheels, the finding is about the one whose case comes first."""
 
 
 def own_ucx() -> list[str]:

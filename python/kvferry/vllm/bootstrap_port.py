@@ -33,7 +33,10 @@ def _listen(port: int, bind: str | None) -> socket.socket:
 
 
 def bound(options: Options) -> str | None:
-    """Returns the address that the server binds, None for all: `bind`, or a loopback `host`, as the listener does."""
+    """Returns the address that the server binds, or None if it binds all.
+
+    As with the listener, it is `bind`, or `host` if that is a loopback address.
+    """
     text = (options.bind or options.host or "").removeprefix("[").removesuffix("]")
     try:
         address = ipaddress.ip_address(text)

@@ -54,8 +54,10 @@ _ADDRESSED = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\
 
 
 def base_name(request_id: str) -> str:
-    """Returns the part of a request's id that another engine has too, when a proxy sends both the same `X-Request-Id`:
-    `cmpl-ID-0` for the first prompt of a completion, `chatcmpl-ID` for a chat."""
+    """Returns the part of a request's id that both engines share when a proxy sends them the same `X-Request-Id`.
+
+    It is `cmpl-ID-0` for the first prompt of a completion, and `chatcmpl-ID` for a chat.
+    """
     name = SAMPLE.sub("", request_id)
     return name if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM.sub("", name)
 

@@ -41,7 +41,7 @@ def _machine(root: Path) -> Available | None:
 
 
 def _groups(root: Path) -> Iterator[Available | None]:
-    """Yields the memory left under each limit, of the process's own control groups and of those around them."""
+    """Yields the memory left under each limit of the process's control groups and of their parents."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         # `0::/path` with version 2, `4:memory:/path` with version 1.
         _, _, rest = line.partition(":")

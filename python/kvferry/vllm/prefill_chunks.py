@@ -40,7 +40,7 @@ class ChunkReporter:
         scheduler: Where progress is reported.
         requests: The records of this engine's requests.
         select: Picks the transferred groups of block lists.
-        late: Whether a drafter writes after a step has sampled. The output of the next step then tells that it has.
+        late: True if a drafter writes after a step has sampled. The next step's output then shows that it has written.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ pub(crate) fn digest(iovs: &[Iov]) -> Result<[u8; DIGEST_LEN]> {
     Ok(hasher.finish_128().to_be_bytes())
 }
 
-/// The digest of bytes that were copied from where they are.
+/// Returns the digest of bytes that were copied out of an iov.
 pub(crate) fn digest_of(bytes: &[u8]) -> [u8; DIGEST_LEN] {
     XxHash3_128::oneshot(bytes).to_be_bytes()
 }

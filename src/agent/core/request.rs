@@ -1,4 +1,4 @@
-//! What an owner asks for.
+//! Transfers that an agent's owner requests.
 
 use super::event::Direction;
 use super::ids::{PeerId, TransferId};
@@ -19,14 +19,14 @@ pub(crate) struct TransferRequest {
 }
 
 impl TransferRequest {
-    /// Whether it takes some microseconds at most.
+    /// Returns true if the transfer takes a few microseconds at most.
     pub(crate) fn is_light(&self) -> bool {
         let is_short = |message: &Vec<u8>| message.len() as u64 <= LIGHT_BYTES;
         is_light(&self.plan) && self.message.as_ref().is_none_or(is_short)
     }
 }
 
-/// Whether what a plan moves takes some microseconds at most.
+/// Returns true if a plan's copies take a few microseconds at most.
 pub(crate) fn is_light(plan: &CopyPlan) -> bool {
     let pieces = plan.blocks().saturating_mul(plan.segments.len() as u64);
     pieces <= LIGHT_PIECES && plan.bytes() <= LIGHT_BYTES

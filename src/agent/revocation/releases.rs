@@ -1,4 +1,4 @@
-//! Regions of peers that this side is to release when it uses them no more.
+//! Regions of peers that this side must release once it no longer uses them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};

@@ -1,7 +1,7 @@
-"""One block behind a large request to the same peer: what the small one has to wait for.
+"""Measures head-of-line blocking: how long one block waits behind a large request to the same peer.
 
-Both are asked for one right after the other. `extra["own"]` is from the second call to the end of the one block, and
-`extra["large"]` is when the large one ended.
+Both are requested back to back. `extra["own"]` is the time from the second call to the end of the one block, and
+`extra["large"]` is the time from the start to the end of the large one.
 """
 
 from __future__ import annotations
