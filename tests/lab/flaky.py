@@ -16,6 +16,8 @@ from xml.etree.ElementTree import Element, parse
 
 MOST = 8
 """Tests that are run again. Where more fail, something is broken."""
+FAILED = (1, 100)
+"""The exit statuses of pytest and nextest when all tests ran and some failed. With others, some did not run."""
 
 
 def nextest_report(command: list[str]) -> Path:
@@ -47,14 +49,17 @@ def run(command: list[str], record: Path, report: Path) -> int:
         alone, options = alone_in_pytest, [f"--junit-xml={report}", "--override-ini=junit_family=xunit1"]
     report.unlink(missing_ok=True)
     status = subprocess.run([*command, *options]).returncode
-    cases = list(parse(report).iter("testcase")) if status and report.exists() else []
-    failed = dict(alone(command, case) for case in cases if {"failure", "error"} & {part.tag for part in case})
-    if not 0 < len(failed) <= MOST:
+    cases = list(parse(report).iter("testcase")) if status in FAILED and report.exists() else []
+    bad = [case for case in cases if {"failure", "error"} & {part.tag for part in case}]
+    # A process of pytest-xdist that dies may leave tests that never run.
+    if not 0 < len(bad) <= MOST or any("crashed while running" in part.get("message", "") for c in bad for part in c):
         return status
+    failed = dict(alone(command, case) for case in bad)
     known = record.read_text().splitlines() if record.exists() else []
     for name, again in failed.items():
         print(f"\n---- failed, so it is run again alone: {name}", flush=True)
-        if subprocess.run(again).returncode:
+        report.unlink(missing_ok=True)
+        if subprocess.run([*again, *options]).returncode or next(parse(report).iter("skipped"), None) is not None:
             continue
         print(f"FLAKY{' again' if name in known else ''}: {name}", flush=True)
         with record.open("a") as lines:

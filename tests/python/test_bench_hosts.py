@@ -29,14 +29,19 @@ from lab.network import Network
 SMALL = "--block-bytes 4KiB --blocks 40 --layers 2 --requests 2 --rounds 1 --transport tcp"
 
 
-def kvferry(within: Sequence[str], words: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def kvferry(within: Sequence[str], words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [*within, sys.executable, "-m", "kvferry", *shlex.split(words)],
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager
@@ -45,14 +50,11 @@ def server(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and where it is."""
     with kvferry(within, "bench serve --size 1MiB --port 0 --transport tcp", **variables) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.fullmatch(r"serving 1 MiB of host memory at (\S+); Ctrl-C ends it.*\n", line)
-            assert found, process.communicate()
-            yield process, found[1]
-        finally:
-            process.kill()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"serving 1 MiB of host memory at (\S+); Ctrl-C ends it.*\n", line)
+        assert found, process.communicate()
+        yield process, found[1]
 
 
 @contextmanager

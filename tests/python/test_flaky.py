@@ -72,6 +72,43 @@ def test_what_leaves_no_test_to_run_again_fails_the_run(tmp_path: Path, source: 
     assert under_pytest(tmp_path, "test_bad.py").returncode != 0
 
 
+CRASH = """
+import os
+import pytest
+
+def test_that_ends_its_process():
+    if not os.path.exists("ran"):
+        open("ran", "w").close()
+        os._exit(3)
+
+def test_behind_it():
+    pass
+"""
+
+SKIPPED = """
+from pathlib import Path
+import pytest
+
+def test_that_is_skipped_alone():
+    if Path("ran").exists():
+        pytest.skip("not again")
+    Path("ran").touch()
+    assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [(CRASH, ("-n1",)), (SKIPPED, ()), (BAD.replace("assert False", "raise KeyboardInterrupt"), ())],
+    ids=["crash", "skipped", "interrupt"],
+)
+def test_what_did_not_run_is_not_passed(tmp_path: Path, source: str, options: tuple[str, ...]) -> None:
+    (tmp_path / "test_it.py").write_text(source)
+    done = under_pytest(tmp_path, "test_it.py", *options)
+    assert done.returncode != 0, done.stdout
+    assert "FLAKY" not in done.stdout
+
+
 def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS.replace('["a@b", "c"]', "range(9)"))
     done = under_pytest(tmp_path, "test_it.py")
